@@ -1,0 +1,61 @@
+# Everything runs in .venv, which is made when first needed. PYTHON=python3.12 chooses another interpreter.
+PYTHON ?= python3
+VENV := .venv
+PIP = $(VENV)/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
+
+# The installation is editable: Python files are read from src/. These are compiled or copied, so they call for a new one.
+INSTALLED = pyproject.toml CMakeLists.txt src/qlangevin/__init__.py $(wildcard src/qlangevin/native/*.cpp src/qlangevin/native/*.h)
+
+.PHONY: help demo test bench reproduce clean
+.DELETE_ON_ERROR:
+
+help:
+	@echo 'make demo       Figure 1 of the paper, in seconds'
+	@echo 'make test       lint, types and tests'
+	@echo 'make bench      time the kernels against their rivals'
+	@echo 'make reproduce  the experiments at full length'
+	@echo 'make clean      remove .venv and everything that was built'
+
+demo: $(VENV)/.ready
+	$(VENV)/bin/qlangevin run gaussian
+
+test: $(VENV)/.ready-test
+	$(VENV)/bin/ruff check
+	$(VENV)/bin/ruff format --check
+	$(VENV)/bin/mypy
+	$(VENV)/bin/pytest
+
+bench: $(VENV)/.ready-bench
+	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" python -m benchmarks.run
+
+reproduce: $(VENV)/.ready
+	$(VENV)/bin/qlangevin run gaussian --full
+
+clean:
+	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	    { echo 'make: the versions in constraints.txt need Python 3.11 or later; try make PYTHON=python3.12' >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
+	    { echo 'make: $(PYTHON) cannot make virtual environments; install its venv package (Debian: python3-venv)' >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+# The build tools come first and the build is not isolated, so that constraints.txt rules over them too and a second build
+# compiles only what has changed. It looks for the compiler anew each time: there may be one now.
+INSTALL = rm -rf build/native/CMakeCache.txt build/native/CMakeFiles/[0-9]* && \
+    $(PIP) --no-build-isolation --config-settings=build-dir=build/native --editable
+
+$(VENV)/.tools: constraints.txt | $(VENV)/bin/python
+	@echo 'Installing into $(VENV); the first time takes a minute or two.'
+	@$(PIP) scikit-build-core nanobind cmake ninja
+	@touch $@
+
+$(VENV)/.ready: $(VENV)/.tools $(INSTALLED)
+	@$(INSTALL) .
+	@touch $@
+
+$(VENV)/.ready-%: $(VENV)/.tools $(INSTALLED)
+	@$(INSTALL) '.[$*]'
+	@touch $@

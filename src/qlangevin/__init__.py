@@ -1,0 +1,25 @@
+"""Sample the posterior of a neural network in 8 bits: low-precision stochastic gradient Langevin dynamics."""
+
+from . import native
+from .formats import BF16, FP8_E4M3, FP8_E5M2, FP16, FP32, BlockFloat, FixedPoint, Float, Format, parse
+from .ops import corrected, quantize
+from .random import Key
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BF16",
+    "FP8_E4M3",
+    "FP8_E5M2",
+    "FP16",
+    "FP32",
+    "BlockFloat",
+    "FixedPoint",
+    "Float",
+    "Format",
+    "Key",
+    "corrected",
+    "native",
+    "parse",
+    "quantize",
+]

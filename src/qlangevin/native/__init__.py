@@ -1,0 +1,140 @@
+"""The same operations as fused C++ kernels for the CPU, bit for bit what `rounding` and `random` compute.
+
+`available` says whether the kernels were compiled; without them everything runs on the PyTorch path. `disabled()` turns
+them off for a while, which is how the two paths are compared. float64 tensors always take the PyTorch path: the kernels
+compute in float32.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from .. import ops, random, rounding
+from ..formats import FP32, BlockFloat, FixedPoint, Format
+from ..random import Key
+
+try:
+    from . import _kernels
+except ImportError:
+    _kernels = None  # type: ignore[assignment]
+
+__all__ = ["available", "disabled", "level", "levels", "use_level"]
+
+available: bool = _kernels is not None
+_enabled = available
+_ROUNDINGS = {"nearest": 0, "stochastic": 1, "corrected": 2}
+
+if not available:
+    warnings.warn(
+        "qlangevin was installed without its compiled kernels: all results are the same, the PyTorch path is slower. "
+        "Install a C++ compiler and reinstall to get them.",
+        stacklevel=2,
+    )
+
+
+@contextmanager
+def disabled() -> Iterator[None]:
+    """Within this context the PyTorch path does everything."""
+    global _enabled
+    before, _enabled = _enabled, False
+    try:
+        yield
+    finally:
+        _enabled = before
+
+
+def enabled_for(*tensors: Tensor) -> bool:
+    """Whether the kernels can take these tensors: on the CPU, not float64."""
+    return _enabled and all(t.device.type == "cpu" and t.dtype != torch.float64 for t in tensors)
+
+
+def levels() -> list[str]:
+    """The instruction sets the kernels were compiled for that this machine has, best last."""
+    return list(_kernels.levels()) if available else []
+
+
+def level() -> str:
+    """The instruction set in use."""
+    return str(_kernels.level()) if available else "none"
+
+
+def use_level(name: str) -> None:
+    """Use another instruction set; results do not change."""
+    if name not in levels():
+        raise ValueError(f"level must be one of {', '.join(levels()) or 'none'}, got {name!r}")
+    _kernels.use_level(name)
+
+
+@lru_cache(maxsize=4096)
+def grid(format: Format | None, shape: torch.Size) -> _kernels.Grid:
+    """A format as the numbers the kernels take, for tensors of one shape."""
+    if format is None or format == FP32:
+        return _kernels.Grid(0, 0, 0, 0, 0.0, 0.0, 0.0, 1, 1)
+    if isinstance(format, FixedPoint):
+        return _kernels.Grid(1, 0, -format.frac, -format.frac, 0.0, format.low, format.high, 1, 1)
+    if isinstance(format, BlockFloat):
+        line = max(shape.numel(), 1)
+        if format.block == "row" and len(shape) > 1:
+            line = max(shape.numel() // max(shape[0], 1), 1)
+        elif isinstance(format.block, int) and shape:
+            line = max(shape[-1], 1)
+        size = min(line, format.block) if isinstance(format.block, int) else line
+        limits = (format.min_gap_exponent, format.max_gap_exponent)
+        return _kernels.Grid(2, format.bits - 2, *limits, format.top, format.low, format.high, line, size)
+    limits = (format.min_gap_exponent, format.max_gap_exponent)
+    return _kernels.Grid(3, format.man, *limits, format.top, format.low, format.high, 1, 1)
+
+
+def _quantize(x: Tensor, format: str, rounding_: str, seed: int, stream: int, step: int, purpose: int) -> Tensor:
+    parsed = ops.check(x, format)
+    values, key = x.detach().contiguous().to(ops.working_dtype(x.dtype)), ops.key_of(seed, stream, step)
+    if not enabled_for(values):
+        return rounding.quantize_values(values, parsed, rounding_, key, purpose).to(x.dtype)
+    return run(values, parsed, rounding_, key, purpose).to(x.dtype)
+
+
+def _corrected(mu: Tensor, variance: Tensor, format: str, algorithm: str, seed: int, stream: int, step: int) -> Tensor:
+    parsed = ops.check(mu, format)
+    dtype = ops.working_dtype(mu.dtype)
+    values, spread = mu.detach().contiguous().to(dtype), ops.check_variance(variance, mu, dtype)
+    key = ops.key_of(seed, stream, step)
+    if algorithm == "paper" or not enabled_for(values):
+        return rounding.corrected_values(values, spread, parsed, algorithm, key).to(mu.dtype)
+    return run(values, parsed, "corrected", key, random.ROUNDING, spread).to(mu.dtype)
+
+
+def run(x: Tensor, format: Format, rounding_: str, key: Key, purpose: int, variance: Tensor | None = None) -> Tensor:
+    """One call of the quantize kernel on a contiguous float32 tensor."""
+    out = torch.empty_like(x)
+    scalar = float(variance) if variance is not None and variance.dim() == 0 else 0.0
+    each = variance.data_ptr() if variance is not None and variance.dim() else 0
+    _kernels.quantize(
+        x.data_ptr(), out.data_ptr(), x.numel(), grid(format, x.shape), _ROUNDINGS[rounding_],
+        key.seed, key.stream, key.step, purpose, scalar, each, torch.get_num_threads(),
+    )  # fmt: skip
+    return out
+
+
+def draw(key: Key, count: int, purpose: int, normal: bool) -> Tensor:
+    """`random.uniform` or `random.normal` from the kernels."""
+    out = torch.empty(count)
+    bits = (key.seed, key.stream, key.step)
+    _kernels.draw(out.data_ptr(), count, normal, *bits, purpose, torch.get_num_threads())
+    return out
+
+
+def first_not_finite(tensors: list[Tensor]) -> int:
+    """The index of the first of these contiguous float32 tensors that holds an infinity or a NaN, or -1."""
+    addresses, numels = [t.data_ptr() for t in tensors], [t.numel() for t in tensors]
+    return int(_kernels.first_not_finite(addresses, numels, torch.get_num_threads()))
+
+
+if available:
+    ops.quantize_op.register_kernel("cpu")(_quantize)
+    ops.corrected_op.register_kernel("cpu")(_corrected)

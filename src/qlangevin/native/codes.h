@@ -1,0 +1,98 @@
+// Numbers to codes and back; lossless on numbers that are on the grid. See qlangevin/qtensor.py for the code of each format.
+#pragma once
+
+#include "rounding.h"
+
+namespace {
+
+using qlangevin::Recode;
+
+// Fixed point and blocks: code = value / gap.
+template <class Code>
+void encode_integers(const float *value, Code *code, int64_t n, const Gap &g) {
+    const float lift = g.lift, inverse = g.inverse;
+    for (int64_t i = 0; i < n; ++i) code[i] = Code(int32_t(value[i] * lift * inverse));
+}
+
+template <class Code>
+void decode_integers(const Code *code, float *value, int64_t n, float gap) {
+    for (int64_t i = 0; i < n; ++i) value[i] = float(code[i]) * gap;
+}
+
+// Floating point: the sign bit, and the place of |value| among the numbers of the format, counted from zero.
+template <class Code>
+void encode_floats(const float *value, Code *code, int64_t n, const Grid &grid) {
+    const Gap least(grid.min_gap);
+    const float normal = least.gap * grid.top * 0.5f;  // 2^emin, where gradual underflow ends
+    const int32_t bias = (grid.min_gap + grid.shift - 1 + 127) * (1 << grid.shift);
+    for (int64_t i = 0; i < n; ++i) {
+        const float magnitude = __builtin_fabsf(value[i]);
+        const int32_t under = int32_t((magnitude < normal ? magnitude : 0.0f) * least.lift * least.inverse);
+        const int32_t over = int32_t(as_bits(magnitude) >> (23 - grid.shift)) - bias;
+        const uint32_t sign = as_bits(value[i]) >> 31 << (8 * sizeof(Code) - 1);
+        code[i] = Code(sign | uint32_t(magnitude < normal ? under : over));
+    }
+}
+
+template <class Code>
+void decode_floats(const Code *code, float *value, int64_t n, const Grid &grid) {
+    const float least = power_of_two(grid.min_gap);
+    const int32_t bias = (grid.min_gap + grid.shift - 1 + 127) * (1 << grid.shift), first = 1 << grid.shift;
+    constexpr uint32_t kSign = 1u << (8 * sizeof(Code) - 1);
+    for (int64_t i = 0; i < n; ++i) {
+        const uint32_t bits = uint32_t(code[i]);
+        const int32_t place = int32_t(bits & (kSign - 1));
+        const float over = as_float(uint32_t(place + bias) << (23 - grid.shift));
+        const float magnitude = place < first ? float(place) * least : over;
+        value[i] = bits & kSign ? -magnitude : magnitude;
+    }
+}
+
+// Calls block(start, length, exponent) for the blocks of begin .. end; fixed point is one block without exponent.
+template <class Block>
+void each_coded_block(const Recode &r, int64_t begin, int64_t end, const Block &block) {
+    if (r.grid.kind != Grid::kBlock) return block(begin, end - begin, static_cast<int8_t *>(nullptr));
+    const int64_t per_line = (r.grid.line + r.grid.size - 1) / r.grid.size;
+    int8_t *exponent = r.codes.exponents + begin / r.grid.line * per_line;
+    for (int64_t line = begin; line < end; line += r.grid.line)
+        for (int64_t start = 0; start < r.grid.line; start += r.grid.size)
+            block(line + start, r.grid.line - start < r.grid.size ? r.grid.line - start : r.grid.size, exponent++);
+}
+
+template <class Code>
+void encode_as(const Recode &r, int64_t begin, int64_t end) {
+    Code *codes = static_cast<Code *>(r.codes.codes);
+    if (r.grid.kind == Grid::kFloat) return encode_floats(r.values + begin, codes + begin, end - begin, r.grid);
+    each_coded_block(r, begin, end, [&](int64_t start, int64_t n, int8_t *exponent) {
+        int gap = r.grid.min_gap;
+        if (exponent) {
+            gap = clamp(binade(largest(r.values + start, n)) - r.grid.shift, r.grid.min_gap, r.grid.max_gap);
+            *exponent = int8_t(gap + r.grid.shift);
+        }
+        encode_integers(r.values + start, codes + start, n, Gap(gap));
+    });
+}
+
+template <class Code>
+void decode_as(const Recode &r, int64_t begin, int64_t end) {
+    const Code *codes = static_cast<const Code *>(r.codes.codes);
+    if (r.grid.kind == Grid::kFloat) return decode_floats(codes + begin, r.values + begin, end - begin, r.grid);
+    each_coded_block(r, begin, end, [&](int64_t start, int64_t n, const int8_t *exponent) {
+        const int gap = exponent ? *exponent - r.grid.shift : r.grid.min_gap;
+        decode_integers(codes + start, r.values + start, n, power_of_two(gap));
+    });
+}
+
+void encode_range(const Recode &r, int64_t begin, int64_t end) {
+    if (r.codes.bytes == 1) return encode_as<int8_t>(r, begin, end);
+    if (r.codes.bytes == 2) return encode_as<int16_t>(r, begin, end);
+    encode_as<int32_t>(r, begin, end);
+}
+
+void decode_range(const Recode &r, int64_t begin, int64_t end) {
+    if (r.codes.bytes == 1) return decode_as<int8_t>(r, begin, end);
+    if (r.codes.bytes == 2) return decode_as<int16_t>(r, begin, end);
+    decode_as<int32_t>(r, begin, end);
+}
+
+}  // namespace

@@ -1,0 +1,76 @@
+// What the kernels are told and what they offer. Plain data only: this header is shared by code compiled for different
+// instruction sets, and nothing in it may be compiled twice.
+#pragma once
+
+#include <cstdint>
+
+namespace qlangevin {
+
+// A format as numbers, for one tensor. Blocks lie in lines of `line` elements cut into pieces of `size`, the last shorter.
+struct Grid {
+    enum Kind : int32_t { kNone, kFixed, kBlock, kFloat };
+    int32_t kind;
+    int32_t shift;                 // log2 of the gap is the binade minus this: W - 2 (block), man (float)
+    int32_t min_gap, max_gap;      // range of log2 of the gap
+    float top, low, high;          // largest code of a block, or 2^(man + 1); range of values
+    int64_t line, size;
+};
+
+// Random bits of one tensor in one step: (seed, stream) mixed to a key.
+struct Source {
+    uint32_t key0, key1, step0, step1;
+};
+enum Purpose : uint32_t { kRounding, kNoise, kChoice, kGradient, kWeight };
+enum Rounding : int32_t { kNearest, kStochastic, kCorrected };
+
+// Codes of a QTensor: integers of `bytes` bytes, and for blocks one exponent E each (the gap is 2^(E - shift)).
+struct Codes {
+    void *codes;
+    int8_t *exponents;
+    int32_t bytes;
+};
+
+struct Quantize {
+    const float *x;
+    float *out;
+    Grid grid;
+    Source source;
+    Purpose purpose;
+    Rounding rounding;
+    float variance;          // of kCorrected
+    const float *variances;  // one for each element, if not null
+};
+
+// One tensor of an SGLD step: theta' = Q(theta - lr (Q_G(g) + wd theta), variance).
+struct Step {
+    float *theta;        // values, or null if `codes` hold them
+    Codes codes;
+    float *accumulator;  // updated in theta's place if not null; then theta = Q_W(accumulator)
+    const float *gradient;
+    Grid weights, gradients, accumulators;
+    Source source;
+    Rounding rounding;
+    float lr, weight_decay, variance;
+    bool maximize;
+};
+
+struct Recode {
+    float *values;
+    Codes codes;
+    Grid grid;
+};
+
+// Each works on the elements begin .. end of a tensor, whole lines of its grids; scratch holds twice as many floats.
+struct Kernels {
+    const char *name;
+    void (*quantize)(const Quantize &, int64_t begin, int64_t end);
+    void (*step)(const Step &, int64_t begin, int64_t end, float *scratch);
+    void (*encode)(const Recode &, int64_t begin, int64_t end);
+    void (*decode)(const Recode &, int64_t begin, int64_t end);
+    void (*random)(const Source &, uint32_t purpose, bool normal, float *out, int64_t begin, int64_t end);
+    bool (*finite)(const float *, int64_t begin, int64_t end);
+};
+
+constexpr int64_t kTile = 64;  // elements that share counters; ranges of elementwise work begin at multiples of it
+
+}  // namespace qlangevin

@@ -1,0 +1,213 @@
+// The Python module: checks nothing (qlangevin/native/__init__.py does), splits the work among threads, picks the instruction set.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <atomic>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "kernels.h"
+
+namespace nb = nanobind;
+using namespace qlangevin;
+
+namespace qlangevin {
+extern const Kernels kernels_baseline;
+#ifdef QL_X86
+extern const Kernels kernels_avx2, kernels_avx512;
+#endif
+}  // namespace qlangevin
+
+namespace {
+
+std::vector<const Kernels *> supported() {
+    std::vector<const Kernels *> levels = {&kernels_baseline};
+#ifdef QL_X86
+    __builtin_cpu_init();
+    if (__builtin_cpu_supports("avx2")) levels.push_back(&kernels_avx2);
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+        __builtin_cpu_supports("avx512vl"))
+        levels.push_back(&kernels_avx512);
+#endif
+    return levels;
+}
+
+const Kernels *kernels = supported().back();
+
+std::vector<std::string> levels() {
+    std::vector<std::string> names;
+    for (const Kernels *k : supported()) names.emplace_back(k->name);
+    return names;
+}
+
+void use_level(const std::string &name) {
+    for (const Kernels *k : supported())
+        if (name == k->name) {
+            kernels = k;
+            return;
+        }
+    throw std::invalid_argument("this machine has no level " + name);
+}
+
+// ---- threads
+
+struct Range {
+    size_t tensor;
+    int64_t begin, end;
+};
+
+constexpr int64_t kPanel = 4096;      // elements a kernel is given at least: what fits the cache near the core
+constexpr int64_t kGrain = 32 * 1024;  // elements worth a thread: starting one costs about what these take
+
+// Cuts tensors into ranges of whole units. Which range a thread takes does not matter: results depend on the index alone.
+class Plan {
+  public:
+    void add(int64_t numel, int64_t unit) {
+        const int64_t length = std::max(unit, (kPanel + unit - 1) / unit * unit);
+        for (int64_t begin = 0; begin < numel; begin += length)
+            ranges_.push_back({tensors_, begin, std::min(numel, begin + length)});
+        longest_ = std::max(longest_, std::min(length, numel));
+        total_ += numel;
+        ++tensors_;
+    }
+
+    int64_t longest() const { return longest_; }
+
+    // work() is called once in each thread and returns what does one range.
+    template <class Work>
+    void run(int threads, const Work &work) const {
+        nb::gil_scoped_release release;
+        const int64_t useful = std::min<int64_t>({threads, int64_t(ranges_.size()), total_ / kGrain + 1});
+        std::atomic<size_t> next{0};
+        auto loop = [&] {
+            auto one = work();
+            for (size_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < ranges_.size();) one(ranges_[i]);
+        };
+        std::vector<std::thread> others;  // started anew each time: nothing to break in a fork
+        for (int64_t t = 1; t < useful; ++t) others.emplace_back(loop);
+        loop();
+        for (auto &thread : others) thread.join();
+    }
+
+  private:
+    std::vector<Range> ranges_;
+    int64_t longest_ = 0, total_ = 0;
+    size_t tensors_ = 0;
+};
+
+// Ranges must hold whole lines of every block grid; lines of one tensor divide one another.
+int64_t unit(std::initializer_list<const Grid *> grids) {
+    int64_t longest = kTile;
+    bool blocks = false;
+    for (const Grid *g : grids)
+        if (g->kind == Grid::kBlock) {
+            longest = blocks ? std::max(longest, g->line) : g->line;
+            blocks = true;
+        }
+    return std::max<int64_t>(longest, 1);
+}
+
+template <class T>
+T *pointer(uint64_t address) { return reinterpret_cast<T *>(static_cast<uintptr_t>(address)); }
+
+// (seed, stream) to a key, as in random.py: Philox4x32-7 of (stream, 0, 0) under the seed.
+Source source(uint64_t seed, uint64_t stream, uint64_t step) {
+    uint32_t c[4] = {uint32_t(stream), uint32_t(stream >> 32), 0, 0}, k0 = uint32_t(seed), k1 = uint32_t(seed >> 32);
+    for (int round = 0; round < 7; ++round, k0 += 0x9E3779B9u, k1 += 0xBB67AE85u) {
+        const uint64_t p0 = uint64_t(c[0]) * 0xD2511F53u, p1 = uint64_t(c[2]) * 0xCD9E8D57u;
+        const uint32_t mixed[4] = {uint32_t(p1 >> 32) ^ c[1] ^ k0, uint32_t(p1), uint32_t(p0 >> 32) ^ c[3] ^ k1, uint32_t(p0)};
+        std::copy(mixed, mixed + 4, c);
+    }
+    return {c[0], c[1], uint32_t(step), uint32_t(step >> 32)};
+}
+
+// ---- what Python calls; tensors come as addresses
+
+void quantize(uint64_t x, uint64_t out, int64_t numel, const Grid &grid, int rounding, uint64_t seed, uint64_t stream,
+              uint64_t step, uint32_t purpose, float variance, uint64_t variances, int threads) {
+    const Quantize job{pointer<const float>(x), pointer<float>(out), grid, source(seed, stream, step), Purpose(purpose),
+                       Rounding(rounding), variance, pointer<const float>(variances)};
+    Plan plan;
+    plan.add(numel, unit({&grid}));
+    plan.run(threads, [&] { return [&](const Range &r) { kernels->quantize(job, r.begin, r.end); }; });
+}
+
+// A tensor is (theta, codes, exponents, bytes of a code, accumulator, gradient, numel, weights, gradients, accumulators,
+// stream, step).
+void sgld(const nb::list &tensors, uint64_t seed, int rounding, float lr, float weight_decay, float variance, bool maximize,
+          int threads) {
+    Plan plan;
+    std::vector<Step> jobs;
+    for (const nb::handle item : tensors) {
+        const nb::tuple t = nb::cast<nb::tuple>(item);
+        auto address = [&](size_t i) { return nb::cast<uint64_t>(t[i]); };
+        const Grid weights = nb::cast<Grid>(t[7]), gradients = nb::cast<Grid>(t[8]), accumulators = nb::cast<Grid>(t[9]);
+        const Codes codes{pointer<void>(address(1)), pointer<int8_t>(address(2)), nb::cast<int32_t>(t[3])};
+        jobs.push_back({pointer<float>(address(0)), codes, pointer<float>(address(4)), pointer<const float>(address(5)),
+                        weights, gradients, accumulators, source(seed, address(10), address(11)), Rounding(rounding), lr,
+                        weight_decay, variance, maximize});
+        plan.add(nb::cast<int64_t>(t[6]), unit({&weights, &gradients, &accumulators}));
+    }
+    plan.run(threads, [&] {
+        return [&, scratch = std::vector<float>(size_t(2 * plan.longest()))](const Range &r) mutable {
+            kernels->step(jobs[r.tensor], r.begin, r.end, scratch.data());
+        };
+    });
+}
+
+void recode(uint64_t values, uint64_t codes, uint64_t exponents, int bytes, int64_t numel, const Grid &grid, bool encode,
+            int threads) {
+    const Recode job{pointer<float>(values), {pointer<void>(codes), pointer<int8_t>(exponents), bytes}, grid};
+    Plan plan;
+    plan.add(numel, unit({&grid}));
+    const auto kernel = encode ? kernels->encode : kernels->decode;
+    plan.run(threads, [&] { return [&](const Range &r) { kernel(job, r.begin, r.end); }; });
+}
+
+void draw(uint64_t out, int64_t numel, bool normal, uint64_t seed, uint64_t stream, uint64_t step, uint32_t purpose,
+            int threads) {
+    const Source bits = source(seed, stream, step);
+    Plan plan;
+    plan.add(numel, kTile);
+    plan.run(threads, [&] {
+        return [&](const Range &r) { kernels->random(bits, purpose, normal, pointer<float>(out), r.begin, r.end); };
+    });
+}
+
+// The first of several tensors that holds an infinity or a NaN, or -1.
+int64_t first_not_finite(const std::vector<uint64_t> &addresses, const std::vector<int64_t> &numels, int threads) {
+    Plan plan;
+    for (const int64_t numel : numels) plan.add(numel, kTile);
+    std::atomic<int64_t> first{INT64_MAX};
+    plan.run(threads, [&] {
+        return [&](const Range &r) {
+            if (kernels->finite(pointer<const float>(addresses[r.tensor]), r.begin, r.end)) return;
+            int64_t seen = first.load(), mine = int64_t(r.tensor);
+            while (mine < seen && !first.compare_exchange_weak(seen, mine)) {}
+        };
+    });
+    return first == INT64_MAX ? -1 : first.load();
+}
+
+}  // namespace
+
+NB_MODULE(_kernels, m) {
+    nb::set_leak_warnings(false);  // Python keeps grids in a cache until it ends
+    nb::class_<Grid>(m, "Grid").def(
+        "__init__",
+        [](Grid *grid, int kind, int shift, int min_gap, int max_gap, float top, float low, float high, int64_t line, int64_t size) {
+            new (grid) Grid{kind, shift, min_gap, max_gap, top, low, high, line, size};
+        });
+    m.def("levels", &levels);
+    m.def("level", [] { return std::string(kernels->name); });
+    m.def("use_level", &use_level);
+    m.def("quantize", &quantize);
+    m.def("sgld", &sgld);
+    m.def("recode", &recode);
+    m.def("draw", &draw);
+    m.def("first_not_finite", &first_not_finite);
+}

@@ -1,0 +1,138 @@
+// The laws of qlangevin/rounding.py, operation for operation, on vectors; and the gaps of formats.
+#pragma once
+
+#include "philox.h"
+
+namespace {
+
+using qlangevin::Grid;
+
+constexpr float kFar = 0x1p30f, kNormalBound = 6.660446889261581f;
+constexpr double kSlack = 1 + 0x1p-20;
+
+inline F nearest_integer(F x) {
+    const F t = whole(x), rest = x - t;
+    return t + whole(rest + rest);
+}
+
+// x in gaps, within reach; NaN becomes 0 and is put back by `onto`.
+inline F in_gaps(F x, F inverse) {
+    const F y = x * inverse, low = y < -kFar ? all(-kFar) : y, both = low > kFar ? all(kFar) : low;
+    return both == both ? both : F{};
+}
+
+// Back from gaps to a value in range; NaN stays NaN, -0 becomes 0.
+inline F onto(F n, F gap, float low, float high, F x) {
+    const F value = n * gap, above = value < low ? all(low) : value, clipped = (above > high ? all(high) : above) + 0.0f;
+    return x == x ? clipped : x;
+}
+
+// Stochastic rounding of y: the law of `settle` with nothing to add.
+inline F settle_stochastic(F y, F u) {
+    const F n = nearest_integer(y), r = y - n;
+    return n + (u >= 1.0f - positive(r) ? all(1.0f) : F{}) - (u < positive(-r) ? all(1.0f) : F{});
+}
+
+// Q^vc on the integers, both neighbours one away.
+inline F settle(F y, F s, I gaussian, F u, F xi) {
+    const F start = nearest_integer(y);
+    const F x = (y - start) + (gaussian ? root(positive(s - 0.25f)) : F{}) * xi;
+    const F offset = gaussian ? nearest_integer(x) : F{};
+    const F n = start + offset, r = x - offset, side = magnitude(r);
+    const F extra = lesser(positive((gaussian ? all(0.25f) : s) - side * (1.0f - side)), 1.0f - side) * 0.5f;
+    return n + (u >= 1.0f - (positive(r) + extra) ? all(1.0f) : F{}) - (u < positive(-r) + extra ? all(1.0f) : F{});
+}
+
+// The same without Gaussian part where the neighbour of ±wide_at on the far side is two away.
+inline F settle_wide(F y, F s, F u, float wide_at) {
+    const F n = nearest_integer(y), r = y - n, up = positive(r), down = positive(-r);
+    const F above = n == wide_at ? all(2.0f) : all(1.0f), below = n == -wide_at ? all(2.0f) : all(1.0f);
+    const F least = up * (above - up) + down * (below - down);
+    const F room = (1.0f - up / above - down / below) * (below * above);
+    const F extra = lesser(positive(s - least), room);
+    const F p_up = up / above + extra / (above * (below + above));
+    const F p_down = down / below + extra / (below * (below + above));
+    return n + (u >= 1.0f - p_up ? above : F{}) - (u < p_down ? below : F{});
+}
+
+inline F reaches(F y, F s) { return magnitude(y) + root(s) * kNormalBound + 1.5f; }
+
+inline I feasible(F y, F s, float wide_at) {
+    const F n = nearest_integer(y), r = (y - n) * (n < 0.0f ? all(-1.0f) : all(1.0f));
+    return s <= (1.0f + r) * (1.0f + (magnitude(n) == wide_at ? all(1.0f) : F{}) - r);
+}
+
+// Whether the law around y may leave the codes -top .. top.
+inline I risky(F y, F s, float top) {
+    const F n = nearest_integer(y), r = magnitude(y - n);
+    const I gaussian = (s > 0.25f) & (reaches(y, s) <= top);
+    const I outward = (magnitude(y) > magnitude(n)) | (s > r * (1.0f - r));
+    return ~gaussian & ~(feasible(y, s, kFar) & (magnitude(n) + (outward ? all(1.0f) : F{}) <= top));
+}
+
+// ---- exponents
+
+// floor(log2 x) for x >= 0; very negative at zero, 127 at infinity.
+inline int binade(float x) {
+    const uint32_t bits = as_bits(x);
+    if (bits == 0) return -1000;
+    if (bits < 0x00800000u) return binade(x * 0x1p64f) - 64;
+    return bits >= 0x7f800000u ? 127 : int(bits >> 23) - 127;
+}
+
+// The least e with x <= 2^e, near enough at zero.
+inline int ceil_log2(float x) { return binade(x) + ((as_bits(x < 0x1p-126f ? x * 0x1p64f : x) & 0x7fffffu) != 0); }
+
+inline int clamp(int x, int low, int high) { return x < low ? low : x > high ? high : x; }
+
+inline float power_of_two(int e) { return e >= -126 ? as_float(uint32_t(e + 127) << 23) : as_float(1u << (e + 149)); }
+
+// A gap 2^e in the form the loops want it. Below 2^-100 it has no normal inverse, so numbers are lifted by 2^64 first.
+struct Gap {
+    float gap, lift, inverse;
+    explicit Gap(int e)
+        : gap(power_of_two(e)), lift(e < -100 ? 0x1p64f : 1.0f), inverse(power_of_two(e < -100 ? -e - 64 : -e)) {}
+    F of(F x) const { return in_gaps(x * lift, all(inverse)); }
+    F variance_of(F v) const { return lesser(v * lift * inverse * lift * inverse, all(kFar)); }
+};
+
+// The same for an exponent in each lane. `down` times a multiple of `gap` is the value.
+struct Gaps {
+    F lift, down, gap, inverse;
+    explicit Gaps(I e) {
+        const I tiny = e < -100, by = tiny & 64;
+        lift = tiny ? all(0x1p64f) : all(1.0f);
+        down = tiny ? all(0x1p-64f) : all(1.0f);
+        gap = (F)((e + by + 127) << 23);
+        inverse = (F)((127 - e - by) << 23);
+    }
+    F of(F x) const { return in_gaps(x * lift, inverse); }
+    F variance_of(F v) const { return lesser(v * lift * inverse * lift * inverse, all(kFar)); }
+};
+
+inline I lesser(I a, I b) { return a < b ? a : b; }
+inline I greater(I a, I b) { return a > b ? a : b; }
+
+// log2 of the gap of a floating format at x, in each lane; and the least e with x <= 2^e.
+inline I float_gap(F x, const Grid &grid) {
+    const F size = magnitude(x);
+    const I tiny = size < 0x1p-100f;
+    const I e = (I)((U)(size * (tiny ? all(0x1p64f) : all(1.0f))) >> 23) - (127 + grid.shift) - (tiny & 64);
+    return lesser(greater(e, I{} + grid.min_gap), I{} + grid.max_gap);
+}
+
+inline I ceil_log2(F x) {
+    const I tiny = x < 0x1p-100f;
+    return (I)(((U)(x * (tiny ? all(0x1p64f) : all(1.0f))) + 0x7fffffu) >> 23) - 127 - (tiny & 64);
+}
+
+// The largest magnitude, as integer bits so that a NaN wins.
+inline float largest(const float *x, int64_t n) {
+    I most = {};
+    lanes(n, [&](int64_t i, auto part) { most = greater(most, (I)magnitude(part.load(x + i))); });
+    int32_t one = 0;
+    for (int l = 0; l < kWidth; ++l) one = most[l] > one ? most[l] : one;
+    return as_float(uint32_t(one));
+}
+
+}  // namespace

@@ -1,0 +1,102 @@
+// Vectors of float as wide as the instruction set has them, in the compilers' own vector language (GCC, Clang): arithmetic,
+// comparisons and `mask ? a : b` work lane by lane. Loops over memory go through `lanes`, which gives a body its pieces.
+//
+// Like all code that is compiled for several instruction sets, this calls compiler builtins and its own functions only: an
+// inline function of the standard library could be emitted once, with instructions the machine at hand does not have.
+#pragma once
+
+#include <cstdint>
+#if defined(__SSE2__)
+#include <immintrin.h>
+#endif
+
+#include "kernels.h"
+
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int kWidth = 16;
+#elif defined(__AVX2__)
+constexpr int kWidth = 8;
+#else
+constexpr int kWidth = 4;
+#endif
+typedef float F __attribute__((vector_size(4 * kWidth)));
+typedef int32_t I __attribute__((vector_size(4 * kWidth)));
+typedef uint32_t U __attribute__((vector_size(4 * kWidth)));
+typedef uint64_t Wide __attribute__((vector_size(4 * kWidth)));
+
+inline F all(float x) { return F{} + x; }
+
+inline F root(F x) {
+#if defined(__AVX512F__)
+    return (F)_mm512_sqrt_ps((__m512)x);
+#elif defined(__AVX2__)
+    return (F)_mm256_sqrt_ps((__m256)x);
+#elif defined(__SSE2__)
+    return (F)_mm_sqrt_ps((__m128)x);
+#else
+    for (int l = 0; l < kWidth; ++l) x[l] = __builtin_sqrtf(x[l]);
+    return x;
+#endif
+}
+
+inline F magnitude(F x) { return (F)((U)x & 0x7fffffffu); }
+inline F positive(F x) { return x > 0.0f ? x : F{}; }
+inline F lesser(F a, F b) { return a < b ? a : b; }
+inline F whole(F x) { return __builtin_convertvector(__builtin_convertvector(x, I), F); }  // towards zero, |x| < 2^31
+
+inline bool any(I mask) {
+#if defined(__AVX512F__)
+    return _mm512_movepi32_mask((__m512i)mask) != 0;
+#elif defined(__AVX2__)
+    return _mm256_movemask_ps((__m256)mask) != 0;
+#elif defined(__SSE2__)
+    return _mm_movemask_ps((__m128)mask) != 0;
+#else
+    int32_t bits = 0;
+    for (int l = 0; l < kWidth; ++l) bits |= mask[l];
+    return bits != 0;
+#endif
+}
+
+// A piece of memory: a whole vector, or what is left at the end (missing lanes read as zero).
+struct Full {
+    static constexpr int64_t count = kWidth;
+    F load(const float *p) const {
+        F x;
+        __builtin_memcpy(&x, p, sizeof x);
+        return x;
+    }
+    void store(float *p, F x) const { __builtin_memcpy(p, &x, sizeof x); }
+};
+struct Part {
+    int64_t count;
+    F load(const float *p) const {
+        F x = {};
+        __builtin_memcpy(&x, p, size_t(count) * sizeof(float));
+        return x;
+    }
+    void store(float *p, F x) const { __builtin_memcpy(p, &x, size_t(count) * sizeof(float)); }
+};
+
+template <class Body>
+inline __attribute__((always_inline)) void lanes(int64_t n, const Body &body) {
+    int64_t i = 0;
+    for (; i + kWidth <= n; i += kWidth) body(i, Full{});
+    if (i < n) body(i, Part{n - i});
+}
+
+inline float as_float(uint32_t bits) {
+    float x;
+    __builtin_memcpy(&x, &bits, 4);
+    return x;
+}
+
+inline uint32_t as_bits(float x) {
+    uint32_t bits;
+    __builtin_memcpy(&bits, &x, 4);
+    return bits;
+}
+
+}  // namespace

@@ -1,0 +1,138 @@
+"""The quantizers as PyTorch operators: one call for any device and dtype, opaque to `torch.compile`, straight-through for autograd.
+
+An operator's body is the PyTorch code of `rounding`; `native` registers its kernels for the CPU under the same names.
+Opaque matters: the random generator written out as tensor operations takes a compiler minutes, and fused differently it
+would no longer give the same bits.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from . import formats, random, rounding
+from .formats import Format
+from .random import Key
+
+__all__ = ["Algorithm", "Rounding", "corrected", "quantize"]
+
+Rounding: TypeAlias = Literal["nearest", "stochastic", "corrected"]
+Algorithm: TypeAlias = Literal["exact", "paper"]
+
+parse = lru_cache(maxsize=256)(formats.parse)
+
+
+def choose(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    """Refuse a word that is not one of those allowed."""
+    if value not in allowed:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
+
+
+def signed(x: int) -> int:
+    """A 64-bit pattern as the signed integer operators take."""
+    return x - 2**64 if x >= 2**63 else x
+
+
+def key_of(seed: int, stream: int, step: int) -> Key:
+    return Key(seed % 2**64, stream % 2**64, step % 2**64)
+
+
+def working_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Half precisions are computed in float32, which holds them exactly."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def check(x: Tensor, format: str) -> Format:
+    parsed = parse(format)
+    formats.check_holds(x.dtype, parsed)
+    return parsed
+
+
+@torch.library.custom_op("qlangevin::quantize", mutates_args=())
+def quantize_op(x: Tensor, format: str, rounding_: str, seed: int, stream: int, step: int, purpose: int) -> Tensor:
+    """Q^d or Q^s; see `quantize`."""
+    parsed = check(x, format)
+    values = x.contiguous().to(working_dtype(x.dtype))
+    return rounding.quantize_values(values, parsed, rounding_, key_of(seed, stream, step), purpose).to(x.dtype)
+
+
+@torch.library.custom_op("qlangevin::corrected", mutates_args=())
+def corrected_op(
+    mu: Tensor, variance: Tensor, format: str, algorithm: str, seed: int, stream: int, step: int
+) -> Tensor:
+    """Q^vc; see `corrected`."""
+    parsed = check(mu, format)
+    dtype = working_dtype(mu.dtype)
+    spread = check_variance(variance, mu, dtype)
+    key = key_of(seed, stream, step)
+    return rounding.corrected_values(mu.contiguous().to(dtype), spread, parsed, algorithm, key).to(mu.dtype)
+
+
+def check_variance(variance: Tensor, mu: Tensor, dtype: torch.dtype) -> Tensor:
+    """The variance as the computation takes it. Reads the tensor, so it belongs inside an operator."""
+    spread = variance.to(mu.device, dtype).contiguous()
+    good = (spread >= 0) & spread.isfinite()
+    if not bool(good.all()):
+        worst = variance.to(mu.device)[~good].flatten()[0].item()
+        raise ValueError(f"variance must be a finite {dtype} and not negative, got {worst}")
+    return spread
+
+
+@quantize_op.register_fake
+def _(x: Tensor, format: str, *_: Any) -> Tensor:
+    check(x, format)
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+@corrected_op.register_fake
+def _(mu: Tensor, variance: Tensor, format: str, *_: Any) -> Tensor:
+    check(mu, format)
+    return torch.empty_like(mu, memory_format=torch.contiguous_format)
+
+
+quantize_op.register_autograd(lambda ctx, grad: (grad, *[None] * 6))
+corrected_op.register_autograd(lambda ctx, grad: (grad, *[None] * 6))
+
+
+def quantize(x: Tensor, format: str | Format, rounding: Rounding = "nearest", key: Key | None = None) -> Tensor:
+    """x on the grid of a format, as a tensor of the same shape and dtype. Gradients pass straight through.
+
+    Args:
+        x: any floating tensor; infinities saturate, a NaN stays one (and spoils its block).
+        format: a format or its name, such as ``"fixed8.3"``, ``"bfp8"``, ``"fp8_e4m3"``.
+        rounding: ``"nearest"`` (Q^d, half away from zero) or ``"stochastic"`` (Q^s, right in the mean).
+        key: the random bits of stochastic rounding.
+    """
+    choose("rounding", rounding, ("nearest", "stochastic"))
+    if key is None:
+        if rounding == "stochastic":
+            raise ValueError("stochastic rounding needs random bits: pass key=Key(seed)")
+        key = Key(0)
+    bits = (signed(key.seed), signed(key.stream), signed(key.step))
+    return quantize_op(x, str(format), rounding, *bits, random.ROUNDING)
+
+
+def corrected(
+    mu: Tensor, variance: float | Tensor, format: str | Format, key: Key, algorithm: Algorithm = "exact"
+) -> Tensor:
+    """The paper's Q^vc: a random tensor on the grid with mean μ and the given variance, as far as the grid allows.
+
+    Args:
+        mu: any floating tensor.
+        variance: a number, or a tensor that broadcasts to μ. Where it is below v_s, the variance of stochastic rounding,
+            the result is stochastic rounding: no unbiased quantizer has less.
+        format: a format or its name.
+        key: the random bits.
+        algorithm: ``"exact"`` settles the grid before the noise; ``"paper"`` is Algorithm 2 (fixed point) or 5 (block and
+            floating point) as printed.
+    """
+    choose("algorithm", algorithm, ("exact", "paper"))
+    if not isinstance(variance, Tensor):
+        variance = torch.full((), variance, dtype=torch.float64)
+    elif variance.dim():
+        variance = variance.expand_as(mu)
+    bits = (signed(key.seed), signed(key.stream), signed(key.step))
+    return corrected_op(mu, variance, str(format), algorithm, *bits)
