@@ -4,7 +4,8 @@ VENV := .venv
 PIP = $(VENV)/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
 # The installation is editable: Python files are read from src/. These are compiled or copied, so they call for a new one.
-INSTALLED = pyproject.toml CMakeLists.txt src/qlangevin/__init__.py $(wildcard src/qlangevin/native/*.cpp src/qlangevin/native/*.h)
+INSTALLED = pyproject.toml CMakeLists.txt src/qlangevin/__init__.py \
+    $(wildcard src/qlangevin/native/*.cpp src/qlangevin/native/*.h)
 
 .PHONY: help demo test bench reproduce clean
 .DELETE_ON_ERROR:
@@ -33,7 +34,7 @@ reproduce: $(VENV)/.ready
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
-	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+	find * -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

@@ -1,9 +1,11 @@
 """Sample the posterior of a neural network in 8 bits: low-precision stochastic gradient Langevin dynamics."""
 
-from . import native
+from . import native, theory
 from .formats import BF16, FP8_E4M3, FP8_E5M2, FP16, FP32, BlockFloat, FixedPoint, Float, Format, parse
 from .ops import corrected, quantize
+from .qtensor import QTensor, encode
 from .random import Key
+from .samplers import SGLD
 
 __version__ = "0.1.0"
 
@@ -13,13 +15,17 @@ __all__ = [
     "FP8_E5M2",
     "FP16",
     "FP32",
+    "SGLD",
     "BlockFloat",
     "FixedPoint",
     "Float",
     "Format",
     "Key",
+    "QTensor",
     "corrected",
+    "encode",
     "native",
     "parse",
     "quantize",
+    "theory",
 ]

@@ -17,7 +17,7 @@ from typing import ClassVar, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-__all__ = ["BF16", "FP16", "FP32", "FP8_E4M3", "FP8_E5M2", "BlockFloat", "FixedPoint", "Float", "Format", "parse"]
+__all__ = ["BF16", "FP8_E4M3", "FP8_E5M2", "FP16", "FP32", "BlockFloat", "FixedPoint", "Float", "Format", "parse"]
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
 FLOAT32_MIN_EXPONENT = -149  # 2^-149 is the least positive float32
@@ -118,15 +118,15 @@ class BlockFloat:
     @property
     def top(self) -> int:
         """N, the largest code."""
-        return 2 ** (self.bits - 1) - 1
+        return (1 << (self.bits - 1)) - 1
 
     @property
     def min_gap_exponent(self) -> int:
-        return -(2 ** (self.exp_bits - 1)) - self.bits + 2
+        return -(1 << (self.exp_bits - 1)) - self.bits + 2
 
     @property
     def max_gap_exponent(self) -> int:
-        return 2 ** (self.exp_bits - 1) - 1 - self.bits + 2
+        return (1 << (self.exp_bits - 1)) - 1 - self.bits + 2
 
     @property
     def low(self) -> float:
@@ -140,28 +140,33 @@ class BlockFloat:
     def storage_bits(self) -> int:
         return _storage_bits(self.bits)
 
+    def layout(self, shape: torch.Size) -> tuple[int, int]:
+        """(line, size): the elements of a tensor, in order, are lines cut into blocks of this size, the last shorter."""
+        if isinstance(self.block, int) and len(shape):
+            line = max(shape[-1], 1)
+            return line, min(self.block, line)
+        rows = shape[0] if self.block == "row" and len(shape) > 1 else 1
+        line = max(shape.numel() // max(rows, 1), 1)
+        return line, line
+
+    def block_count(self, shape: torch.Size) -> int:
+        line, size = self.layout(shape)
+        return shape.numel() // line * -(-line // size)
+
     def blocks(self, x: Tensor) -> Tensor:
-        """x as a matrix with one block a row; short groups are filled up with zeros."""
-        if self.block == "tensor" or x.dim() == 0 or (self.block == "row" and x.dim() == 1):
-            return x.reshape(1, -1)
-        if self.block == "row":
-            return x.reshape(x.shape[0], -1) if x.numel() else x.reshape(x.shape[0], 0)
-        size, last = int(self.block), x.shape[-1]
-        missing = -last % size
-        lines = x.reshape(-1, last) if x.numel() else x.reshape(0, last)
-        return torch.nn.functional.pad(lines, (0, missing)).reshape(-1, size)
+        """x as a matrix with one block a row; short blocks are filled up with zeros."""
+        line, size = self.layout(x.shape)
+        lines = x.reshape(-1, line)
+        return torch.nn.functional.pad(lines, (0, -line % size)).view(-1, size)
 
     def unblocks(self, rows: Tensor, shape: torch.Size) -> Tensor:
         """The inverse of `blocks` for a tensor of the given shape."""
-        if isinstance(self.block, int) and len(shape) and shape.numel():
-            last = shape[-1]
-            rows = rows.reshape(shape.numel() // last, -1)[:, :last]
-        return rows.reshape(shape)
+        line, size = self.layout(shape)
+        return rows.reshape(-1, -(-line // size) * size)[:, :line].reshape(shape)
 
     def gap_exponent(self, rows: Tensor) -> Tensor:
         """log2 Δ of each block of `blocks(x)`, as an int32 column."""
-        largest = rows.abs().amax(1, keepdim=True) if rows.shape[1] else rows.new_zeros(rows.shape[0], 1)
-        exponent = binade(largest) - self.bits + 2
+        exponent = binade(rows.abs().amax(1, keepdim=True)) - self.bits + 2
         return exponent.clamp(self.min_gap_exponent, self.max_gap_exponent)
 
     def gap(self, x: Tensor) -> Tensor:
@@ -216,11 +221,11 @@ class Float:
 
     @property
     def emin(self) -> int:
-        return self.HARDWARE[self.hardware][0] if self.hardware else -(2 ** (self.exp - 1))
+        return self.HARDWARE[self.hardware][0] if self.hardware else -(1 << (self.exp - 1))
 
     @property
     def emax(self) -> int:
-        return self.HARDWARE[self.hardware][1] if self.hardware else 2 ** (self.exp - 1) - 1
+        return self.HARDWARE[self.hardware][1] if self.hardware else (1 << (self.exp - 1)) - 1
 
     @property
     def min_gap_exponent(self) -> int:
@@ -233,7 +238,7 @@ class Float:
     @property
     def top(self) -> int:
         """A binade ends at top times its gap."""
-        return int(2 ** (self.man + 1))
+        return 1 << (self.man + 1)
 
     @property
     def low(self) -> float:
@@ -252,7 +257,7 @@ class Float:
     def storage_bits(self) -> int:
         # sign, and (emax - emin + 2) binades of 2^man codes each, the lowest that of gradual underflow
         codes = 2 * (self.emax - self.emin + 2) * 2**self.man
-        return self.dtype.itemsize * 8 if self.dtype else _storage_bits((codes - 1).bit_length())
+        return self.dtype.itemsize * 8 if self.dtype else _storage_bits(max((codes - 1).bit_length(), 8))
 
     def gap_exponent(self, x: Tensor) -> Tensor:
         """log2 Δ at each element of x, as int32."""
@@ -287,11 +292,13 @@ _PATTERNS = (
 
 
 def parse(name: str | Format) -> Format:
-    """The format a name stands for: ``"fixed8.3"``, ``"bfp8"``, ``"bfp8/tensor"``, ``"bfp8/32"``, ``"e4m3"``, ``"fp8_e4m3"``, ``"fp32"``..."""
+    """The format a name stands for, such as ``"fixed8.3"``, ``"bfp8"``, ``"bfp8/32"``, ``"e4m3"`` or ``"fp8_e4m3"``."""
     if isinstance(name, (FixedPoint, BlockFloat, Float)):
         return name
     if not isinstance(name, str):
-        raise TypeError(f"a format is a FixedPoint, BlockFloat, Float or a name such as 'bfp8', got {type(name).__name__}")
+        raise TypeError(
+            f"a format is a FixedPoint, BlockFloat, Float or a name such as 'bfp8', got {type(name).__name__}"
+        )
     if name in _BY_NAME:
         return _BY_NAME[name]
     for pattern, build in _PATTERNS:

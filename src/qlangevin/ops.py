@@ -1,4 +1,4 @@
-"""The quantizers as PyTorch operators: one call for any device and dtype, opaque to `torch.compile`, straight-through for autograd.
+"""The quantizers as PyTorch operators: for any device and dtype, opaque to `torch.compile`, straight-through for autograd.
 
 An operator's body is the PyTorch code of `rounding`; `native` registers its kernels for the CPU under the same names.
 Opaque matters: the random generator written out as tensor operations takes a compiler minutes, and fused differently it
@@ -8,7 +8,7 @@ would no longer give the same bits.
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -112,7 +112,7 @@ def quantize(x: Tensor, format: str | Format, rounding: Rounding = "nearest", ke
             raise ValueError("stochastic rounding needs random bits: pass key=Key(seed)")
         key = Key(0)
     bits = (signed(key.seed), signed(key.stream), signed(key.step))
-    return quantize_op(x, str(format), rounding, *bits, random.ROUNDING)
+    return cast(Tensor, quantize_op(x, str(format), rounding, *bits, random.ROUNDING))
 
 
 def corrected(
@@ -135,4 +135,4 @@ def corrected(
     elif variance.dim():
         variance = variance.expand_as(mu)
     bits = (signed(key.seed), signed(key.stream), signed(key.step))
-    return corrected_op(mu, variance, str(format), algorithm, *bits)
+    return cast(Tensor, corrected_op(mu, variance, str(format), algorithm, *bits))

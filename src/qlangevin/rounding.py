@@ -111,8 +111,8 @@ def exact(mu: Tensor, v: Tensor, format: Format, u: Tensor, xi: Tensor) -> Tenso
         return exact(mu.view(1), v, format, u.view(1), xi.view(1)).view(())
     if isinstance(format, BlockFloat):
         each = v.expand_as(mu) if v.dim() else v
-        blocks = [format.blocks(t) if t.dim() else t for t in (mu, each, u, xi)]
-        return clip(format.unblocks(_exact_blocks(*blocks, format), mu.shape), format)
+        rows, each, u, xi = (format.blocks(t) if t.dim() else t for t in (mu, each, u, xi))
+        return clip(format.unblocks(_exact_blocks(rows, each, u, xi, format), mu.shape), format)
     if isinstance(format, Float):
         return clip(_exact_float(mu, v, u, xi, format), format)
     gap = mu.new_tensor(format.step)

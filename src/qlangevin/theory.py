@@ -72,7 +72,9 @@ class Stationary:
     def w2(self) -> float:
         """The 2-Wasserstein distance to the target."""
         if self.target is None:
-            raise ValueError("w2 needs a target; pass target=Gaussian(mean, std) or a quantile function to stationary()")
+            raise ValueError(
+                "w2 needs a target; pass target=Gaussian(mean, std) or a quantile function to stationary()"
+            )
         return wasserstein2(self.points, self.probabilities, self.target)
 
 
@@ -103,7 +105,9 @@ def stationary(
     probabilities[inside] = _solve(matrix[inside][:, inside])
     residual = float((probabilities @ matrix - probabilities).abs().max())
     if not residual < 1e-12:
-        raise ArithmeticError(f"the stationary law of {format} at stepsize={stepsize} was not found: |πP - π| = {residual}")
+        raise ArithmeticError(
+            f"the stationary law of {format} at stepsize={stepsize} was not found: |πP - π| = {residual}"
+        )
     return Stationary(format, stepsize, method, grid(format), probabilities, target)
 
 
@@ -178,8 +182,8 @@ def _stochastic_rows(mu: Tensor, v: float, points: Tensor, format: Format) -> Te
     rows = torch.zeros_like(edges)
     rows[:, 1:] += _moment(a, b, 1) / (b - a)
     rows[:, :-1] += _moment(-b, -a, 1) / (b - a)
-    rows[:, 0] += torch.special.ndtr(edges[:, 0])
-    rows[:, -1] += torch.special.ndtr(-edges[:, -1])
+    rows[:, 0] += _cdf(edges[:, 0])
+    rows[:, -1] += _cdf(-edges[:, -1])
     return rows
 
 
@@ -198,7 +202,9 @@ def _corrected_rows(mu: Tensor, v: float, points: Tensor, format: Format) -> Ten
 
     rows = mu.new_zeros(len(mu), len(points))
     for chosen, (values, law) in ((~gaussian, three), (gaussian, many)):
-        index = torch.searchsorted(points, (values * gap[:, None]).clamp(format.low, format.high)).clamp_max(len(points) - 1)
+        index = torch.searchsorted(points, (values * gap[:, None]).clamp(format.low, format.high)).clamp_max(
+            len(points) - 1
+        )
         rows.scatter_add_(1, index, torch.where(chosen[:, None], law, 0))
     return rows
 
@@ -230,8 +236,8 @@ def _gaussian_codes(y: Tensor, sigma: Tensor, codes: Tensor) -> Tensor:
     law = _moment(a, b, 0) - up - down
     law[:, 1:] += up[:, :-1]
     law[:, :-1] += down[:, 1:]
-    law[:, 0] += down[:, 0] + torch.special.ndtr(a[:, 0])
-    law[:, -1] += up[:, -1] + torch.special.ndtr(-b[:, -1])
+    law[:, 0] += down[:, 0] + _cdf(a[:, 0])
+    law[:, -1] += up[:, -1] + _cdf(-b[:, -1])
     return law
 
 
@@ -256,7 +262,8 @@ def _moment(a: Tensor, b: Tensor, k: int) -> Tensor:
 
 
 def _cdf(t: Tensor) -> Tensor:
-    return torch.special.ndtr(t)
+    """Φ(t); torch.special.ndtr is (1 + erf)/2 and has no digits left in the lower tail."""
+    return torch.special.erfc(t * -math.sqrt(0.5)) / 2
 
 
 def _density(t: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -79,12 +80,7 @@ def grid(format: Format | None, shape: torch.Size) -> _kernels.Grid:
     if isinstance(format, FixedPoint):
         return _kernels.Grid(1, 0, -format.frac, -format.frac, 0.0, format.low, format.high, 1, 1)
     if isinstance(format, BlockFloat):
-        line = max(shape.numel(), 1)
-        if format.block == "row" and len(shape) > 1:
-            line = max(shape.numel() // max(shape[0], 1), 1)
-        elif isinstance(format.block, int) and shape:
-            line = max(shape[-1], 1)
-        size = min(line, format.block) if isinstance(format.block, int) else line
+        line, size = format.layout(shape)
         limits = (format.min_gap_exponent, format.max_gap_exponent)
         return _kernels.Grid(2, format.bits - 2, *limits, format.top, format.low, format.high, line, size)
     limits = (format.min_gap_exponent, format.max_gap_exponent)
@@ -129,10 +125,54 @@ def draw(key: Key, count: int, purpose: int, normal: bool) -> Tensor:
     return out
 
 
+def recode(values: Tensor, codes: Tensor, exponents: Tensor | None, format: Format, encode: bool) -> None:
+    """Values to codes and exponents, or back: fills the one from the other. All contiguous, one code an element."""
+    if format == FP32:
+        target, origin = (codes.view(torch.float32), values) if encode else (values, codes.view(torch.float32))
+        target.copy_(origin)
+        return
+    where = (values.data_ptr(), codes.data_ptr(), exponents.data_ptr() if exponents is not None else 0)
+    threads = torch.get_num_threads()
+    _kernels.recode(*where, codes.itemsize, codes.numel(), grid(format, codes.shape), encode, threads)
+
+
 def first_not_finite(tensors: list[Tensor]) -> int:
     """The index of the first of these contiguous float32 tensors that holds an infinity or a NaN, or -1."""
     addresses, numels = [t.data_ptr() for t in tensors], [t.numel() for t in tensors]
     return int(_kernels.first_not_finite(addresses, numels, torch.get_num_threads()))
+
+
+class Job(NamedTuple):
+    """One tensor of an SGLD step, contiguous: its values or its codes, and what else the step reads and writes."""
+
+    values: Tensor | None
+    codes: Tensor | None
+    exponents: Tensor | None
+    accumulator: Tensor | None
+    gradient: Tensor
+    key: Key
+
+
+def sgld(
+    jobs: list[Job], weights: Format | None, gradients: Format | None, accumulator: Format | None, rounding_: str,
+    lr: float, weight_decay: float, variance: float, maximize: bool,
+) -> None:  # fmt: skip
+    """One SGLD step of several float32 tensors, in place, in one call; their keys share the seed."""
+    tensors = [
+        (
+            _address(job.values), _address(job.codes), _address(job.exponents),
+            job.codes.itemsize if job.codes is not None else 0, _address(job.accumulator), _address(job.gradient),
+            job.gradient.numel(), grid(weights, job.gradient.shape), grid(gradients, job.gradient.shape),
+            grid(accumulator, job.gradient.shape), job.key.stream, job.key.step,
+        )
+        for job in jobs
+    ]  # fmt: skip
+    seed, threads = jobs[0].key.seed, torch.get_num_threads()
+    _kernels.sgld(tensors, seed, _ROUNDINGS[rounding_], lr, weight_decay, variance, maximize, threads)
+
+
+def _address(tensor: Tensor | None) -> int:
+    return tensor.data_ptr() if tensor is not None else 0
 
 
 if available:

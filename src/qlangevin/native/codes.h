@@ -19,32 +19,34 @@ void decode_integers(const Code *code, float *value, int64_t n, float gap) {
     for (int64_t i = 0; i < n; ++i) value[i] = float(code[i]) * gap;
 }
 
-// Floating point: the sign bit, and the place of |value| among the numbers of the format, counted from zero.
+// Floating point: the sign bit, and the place of |value| among the numbers of the format, counted from zero. A place is
+// 2^man (E - emin + 1) + mantissa; below 2^emin it is value / Δ. Numbers float32 holds as subnormals are lifted by 2^64.
 template <class Code>
 void encode_floats(const float *value, Code *code, int64_t n, const Grid &grid) {
     const Gap least(grid.min_gap);
     const float normal = least.gap * grid.top * 0.5f;  // 2^emin, where gradual underflow ends
-    const int32_t bias = (grid.min_gap + grid.shift - 1 + 127) * (1 << grid.shift);
+    const int32_t shift = grid.shift, bias = (grid.min_gap + shift - 1 + 127) * (1 << shift);
     for (int64_t i = 0; i < n; ++i) {
-        const float magnitude = __builtin_fabsf(value[i]);
-        const int32_t under = int32_t((magnitude < normal ? magnitude : 0.0f) * least.lift * least.inverse);
-        const int32_t over = int32_t(as_bits(magnitude) >> (23 - grid.shift)) - bias;
+        const float size = __builtin_fabsf(value[i]);
+        const bool tiny = size < 0x1p-100f;
+        const int32_t under = int32_t((size < normal ? size : 0.0f) * least.lift * least.inverse);
+        const int32_t over = int32_t(as_bits(tiny ? size * 0x1p64f : size) >> (23 - shift)) - bias - (tiny ? 64 << shift : 0);
         const uint32_t sign = as_bits(value[i]) >> 31 << (8 * sizeof(Code) - 1);
-        code[i] = Code(sign | uint32_t(magnitude < normal ? under : over));
+        code[i] = Code(sign | uint32_t(size < normal ? under : over));
     }
 }
 
 template <class Code>
 void decode_floats(const Code *code, float *value, int64_t n, const Grid &grid) {
-    const float least = power_of_two(grid.min_gap);
-    const int32_t bias = (grid.min_gap + grid.shift - 1 + 127) * (1 << grid.shift), first = 1 << grid.shift;
     constexpr uint32_t kSign = 1u << (8 * sizeof(Code) - 1);
+    const int32_t shift = grid.shift, first = 1 << shift, least = grid.min_gap;
     for (int64_t i = 0; i < n; ++i) {
         const uint32_t bits = uint32_t(code[i]);
-        const int32_t place = int32_t(bits & (kSign - 1));
-        const float over = as_float(uint32_t(place + bias) << (23 - grid.shift));
-        const float magnitude = place < first ? float(place) * least : over;
-        value[i] = bits & kSign ? -magnitude : magnitude;
+        const int32_t place = int32_t(bits & (kSign - 1)), binade = place >> shift;
+        const int32_t digits = (place & (first - 1)) + (binade > 0 ? first : 0);
+        const int32_t e = least + (binade > 0 ? binade - 1 : 0);
+        const float gap = as_float(uint32_t(e + (e < -100 ? 64 : 0) + 127) << 23) * (e < -100 ? 0x1p-64f : 1.0f);
+        value[i] = (bits & kSign ? -1.0f : 1.0f) * float(digits) * gap;
     }
 }
 

@@ -1,0 +1,254 @@
+"""Figure 1 of the paper: three ways of low-precision SGLD on a standard Gaussian, U(θ) = θ²/2, in 8-bit fixed point.
+
+    SGLDLP-F         θ' = θ - α Q^s(θ) + √(2α) ξ            θ in full precision
+    naive SGLDLP-L   θ' = Q^s(θ - αθ + √(2α) ξ)             θ on the grid
+    VC SGLDLP-L      θ' = Q^vc(θ - αθ, 2α)                  θ on the grid
+
+The gradient of U is the weight itself and lies on the grid already, so that Q_G changes nothing. What is looked at is θ:
+for SGLDLP-F the accumulator, which is what Theorem 1 speaks of.
+
+Many chains run side by side as one tensor. They start as draws from the target, rounded to the grid. That is where
+SGLDLP-F and VC SGLDLP-L should stay, so that only the naive chains have a way to go: what is left of the start in their
+variance falls as exp(-2αk), and the default burn-in, 4/α steps, leaves 0.03 % of it.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
+
+import torch
+from torch import Tensor
+
+from .. import random, theory
+from ..formats import FP32, FixedPoint, Format, parse
+from ..ops import corrected, quantize
+from ..random import Key
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = ["METHODS", "Result", "Row", "Settings", "draw", "run"]
+
+RECORDS = 200  # times each chain is looked at; between them it forgets little, so that more would tell little
+MAX_STEPS = 10**8
+
+Step: TypeAlias = Callable[[Tensor, float, Tensor, Format, Key], Tensor]  # (θ, α, 2α, format, key) -> θ'
+
+
+def sgldlp_f(theta: Tensor, alpha: float, variance: Tensor, format: Format, key: Key) -> Tensor:
+    weights = quantize(theta, format, "stochastic", key)
+    return corrected(theta - alpha * weights, variance, FP32, key)  # on float32 Q^vc only adds the noise
+
+
+def naive_sgldlp_l(theta: Tensor, alpha: float, variance: Tensor, format: Format, key: Key) -> Tensor:
+    return quantize(corrected(theta - alpha * theta, variance, FP32, key), format, "stochastic", key)
+
+
+def vc_sgldlp_l(theta: Tensor, alpha: float, variance: Tensor, format: Format, key: Key) -> Tensor:
+    return corrected(theta - alpha * theta, variance, format, key)
+
+
+METHODS: dict[str, Step] = {"SGLDLP-F": sgldlp_f, "naive SGLDLP-L": naive_sgldlp_l, "VC SGLDLP-L": vc_sgldlp_l}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Figure 1: SGLDLP-F, naive SGLDLP-L and VC SGLDLP-L on a standard Gaussian.
+
+    Samples each method with many parallel chains and compares with the exact stationary law.
+    """
+
+    stepsizes: tuple[float, ...] = (1e-3, 1e-4)
+    """The stepsizes α; each makes a row of the picture."""
+    format: str = "fixed8.3"
+    """Number format of the weights: fixed point up to 12 bits, or a small float such as e4m3."""
+    chains: int = 10_000
+    """Parallel chains."""
+    steps: int | None = None
+    """Steps of each chain, burn-in included; by default 6/α, of which 4/α are burn-in."""
+    seed: int = 0
+    """Seed of the random numbers."""
+    full: bool = False
+    """Four times the chains and five times the steps: minutes instead of seconds, standard errors a sixth."""
+
+    def __post_init__(self) -> None:
+        theory.grid(self.format)
+        Key(self.seed)
+        if not self.stepsizes:
+            raise ValueError("stepsizes must not be empty; give for example 1e-3 1e-4")
+        for alpha in self.stepsizes:
+            if not 0 < alpha < 2:
+                raise ValueError(
+                    f"stepsizes must be above 0 and below 2, where SGLD is stable on this target, got {alpha}"
+                )
+            if self.steps is None and 6 / alpha > MAX_STEPS:
+                raise ValueError(
+                    f"stepsize {alpha} would take {6 / alpha:.0e} steps to converge; give the number of steps"
+                )
+        if self.chains < 2:
+            raise ValueError(f"chains must be at least 2, for a standard error, got {self.chains}")
+        if self.steps is not None and self.steps < 1:
+            raise ValueError(f"steps must be at least 1, got {self.steps}")
+
+    @property
+    def parallel(self) -> int:
+        """How many chains run."""
+        return self.chains * (4 if self.full else 1)
+
+    def schedule(self, alpha: float) -> tuple[int, int]:
+        """(all steps, those of burn-in) at stepsize α."""
+        steps = (math.ceil(6 / alpha) if self.steps is None else self.steps) * (5 if self.full else 1)
+        return steps, min(math.ceil(5 / alpha), steps * 2 // 3)
+
+    @property
+    def total_steps(self) -> int:
+        return sum(self.schedule(alpha)[0] for alpha in self.stepsizes) * len(METHODS)
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one method did at one stepsize. The exact figures are those of its stationary law, None where there is none."""
+
+    stepsize: float
+    method: str
+    variance: float
+    standard_error: float
+    exact_variance: float | None
+    w2: float
+    exact_w2: float | None
+    steps: int
+    burn_in: int
+    chain_steps: int
+    seconds: float
+
+    @property
+    def z(self) -> float | None:
+        """(sampled - exact) / standard error of the variance."""
+        return None if self.exact_variance is None else (self.variance - self.exact_variance) / self.standard_error
+
+
+@dataclass(frozen=True, eq=False)
+class Result:
+    """The rows, and for each the share of the samples that are nearest to each point of the grid."""
+
+    settings: Settings
+    points: Tensor
+    rows: tuple[Row, ...]
+    shares: tuple[Tensor, ...]
+
+
+def run(settings: Settings, progress: Callable[[str, int], None] = lambda label, steps: None) -> Result:
+    """Sample all methods at all stepsizes. ``progress`` is told what runs, and how many steps more are done."""
+    points, rows, shares = theory.grid(settings.format), [], []
+    for alpha in settings.stepsizes:
+        for name in METHODS:
+            key = Key(settings.seed).fold(len(rows))
+            before = time.perf_counter()
+            samples = _sample(name, alpha, settings, key, progress)
+            seconds = time.perf_counter() - before
+            rows.append(_summary(name, alpha, settings, samples, seconds))
+            shares.append(_shares(samples, points))
+    return Result(settings, points, tuple(rows), tuple(shares))
+
+
+def _sample(name: str, alpha: float, settings: Settings, key: Key, progress: Callable[[str, int], None]) -> Tensor:
+    """The chains after burn-in, at up to `RECORDS` evenly spaced times: (times, chains)."""
+    format, step = parse(settings.format), METHODS[name]
+    variance = torch.tensor(2 * alpha)
+    theta = quantize(random.normal(key, settings.parallel), format, "nearest")
+    steps, burn_in = settings.schedule(alpha)
+    every, tick = max(1, (steps - burn_in) // RECORDS), max(1, steps // 100)
+    records = []
+    for k in range(1, steps + 1):
+        theta = step(theta, alpha, variance, format, key.at(k))
+        if k > burn_in and (steps - k) % every == 0:
+            records.append(theta)
+        if k % tick == 0 or k == steps:
+            progress(f"{name}, α = {alpha:g}", tick if k % tick == 0 else steps % tick)
+    return torch.stack(records)
+
+
+def _summary(name: str, alpha: float, settings: Settings, samples: Tensor, seconds: float) -> Row:
+    samples = samples.double()
+    values, counts = samples.unique(return_counts=True)
+    mean = samples.mean()
+    of_chains = (samples - mean).square().mean(0)  # chains are independent, moments of one chain are not
+    steps, burn_in = settings.schedule(alpha)
+    row = Row(
+        stepsize=alpha,
+        method=name,
+        variance=float(of_chains.mean()),
+        standard_error=float(of_chains.std()) / math.sqrt(settings.parallel),
+        exact_variance=accumulator_variance(settings.format, alpha),
+        w2=theory.wasserstein2(values, counts / samples.numel(), theory.Gaussian()),
+        exact_w2=None,
+        steps=steps,
+        burn_in=burn_in,
+        chain_steps=steps * settings.parallel,
+        seconds=seconds,
+    )
+    if name == "SGLDLP-F":
+        return row
+    law = theory.stationary(settings.format, alpha, "corrected" if name == "VC SGLDLP-L" else "stochastic")
+    return replace(row, exact_variance=law.variance, exact_w2=law.w2)
+
+
+def accumulator_variance(format: Format | str, alpha: float) -> float | None:
+    """Stationary variance of SGLDLP-F: V = (1-α)² V + α² E[v_s] + 2α.
+
+    A full-precision accumulator has no finite grid. But on fixed point E[v_s] = Δ²/6, up to exp(-2π²/Δ²), because θ is
+    spread evenly over a gap. Range and gap must be such that neither clipping nor that last term counts; else None.
+    """
+    format = parse(format)
+    if not (isinstance(format, FixedPoint) and format.high > 8 and format.step <= 0.5):
+        return None
+    return (2 + alpha * format.step**2 / 6) / (2 - alpha)
+
+
+def _shares(samples: Tensor, points: Tensor) -> Tensor:
+    """The share of the samples nearest to each point."""
+    cells = torch.bucketize(samples.flatten(), ((points[1:] + points[:-1]) / 2).float())
+    return torch.bincount(cells, minlength=len(points)).double() / samples.numel()
+
+
+COLOURS = {"SGLDLP-F": "#8fa3bf", "naive SGLDLP-L": "#e58a62", "VC SGLDLP-L": "#5aa88b"}
+
+
+def draw(result: Result, path: Path) -> None:
+    """The picture: a row for each stepsize, a column for each method, the samples as bars and the target as a line."""
+    from matplotlib.figure import Figure  # without pyplot: no window system, no global state
+
+    settings = result.settings
+    figure = Figure(figsize=(11, 1.1 + 2.5 * len(settings.stepsizes)), layout="constrained", dpi=160)
+    axes = figure.subplots(len(settings.stepsizes), len(METHODS), sharex=True, sharey=True, squeeze=False)
+    figure.suptitle(f"SGLD on a standard Gaussian with weights in {settings.format}", fontsize=13)
+    for row, shares, ax in zip(result.rows, result.shares, axes.flat, strict=True):
+        _panel(ax, row, result.points, shares)
+    reach = 3 * math.sqrt(max(1.0, *(row.variance for row in result.rows)))
+    for line, alpha in zip(axes, settings.stepsizes, strict=True):
+        line[0].set_ylabel(f"α = {alpha:g}", fontsize=12)
+        line[0].set(xlim=(-reach, reach), ylim=(0, 0.47))
+    for ax in axes[-1]:
+        ax.set_xlabel("θ")
+    axes[0, 0].legend(frameon=False, fontsize=9, loc="upper left", handlelength=1.2)
+    figure.savefig(path)
+
+
+def _panel(ax: Axes, row: Row, points: Tensor, shares: Tensor) -> None:
+    """One histogram as a density: a grid point stands for the cell of numbers nearest to it."""
+    middle = (points[1:] + points[:-1]) / 2
+    edges = torch.cat((2 * points[:1] - middle[:1], middle, 2 * points[-1:] - middle[-1:]))
+    width = edges.diff()
+    used = shares > 0
+    ax.bar(points[used], (shares / width)[used], 0.85 * width[used], color=COLOURS[row.method], label="samples")
+    x = torch.linspace(float(points[0]), float(points[-1]), 2001, dtype=torch.float64).clamp(-20, 20)
+    ax.plot(x, (-0.5 * x * x).exp() / math.sqrt(2 * math.pi), color="#222222", linewidth=1.3, label="target N(0, 1)")
+    exact = "" if row.exact_variance is None else f" (exact {row.exact_variance:.3f})"
+    ax.set_title(f"{row.method}\nvariance {row.variance:.3f} ± {row.standard_error:.3f}{exact}", fontsize=10.5)
+    ax.spines[["top", "right"]].set_visible(False)
+    ax.tick_params(labelsize=8)

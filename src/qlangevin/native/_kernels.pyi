@@ -1,0 +1,53 @@
+"""The compiled module: tensors come as addresses. `native/__init__.py` is what calls it."""
+
+class Grid:
+    def __init__(
+        self,
+        kind: int,
+        shift: int,
+        min_gap: int,
+        max_gap: int,
+        top: float,
+        low: float,
+        high: float,
+        line: int,
+        size: int,
+        /,
+    ) -> None: ...
+
+def levels() -> list[str]: ...
+def level() -> str: ...
+def use_level(name: str, /) -> None: ...
+def quantize(
+    x: int,
+    out: int,
+    numel: int,
+    grid: Grid,
+    rounding: int,
+    seed: int,
+    stream: int,
+    step: int,
+    purpose: int,
+    variance: float,
+    variances: int,
+    threads: int,
+    /,
+) -> None: ...
+def sgld(
+    tensors: list[tuple[int, int, int, int, int, int, int, Grid, Grid, Grid, int, int]],
+    seed: int,
+    rounding: int,
+    lr: float,
+    weight_decay: float,
+    variance: float,
+    maximize: bool,
+    threads: int,
+    /,
+) -> None: ...
+def recode(
+    values: int, codes: int, exponents: int, bytes: int, numel: int, grid: Grid, encode: bool, threads: int, /
+) -> None: ...
+def draw(
+    out: int, numel: int, normal: bool, seed: int, stream: int, step: int, purpose: int, threads: int, /
+) -> None: ...
+def first_not_finite(addresses: list[int], numels: list[int], threads: int, /) -> int: ...

@@ -1,0 +1,147 @@
+"""One step of Langevin dynamics: the update as a pure function of tensors, and in place for many of them at once.
+
+With accumulated weights θ, learning rate lr, weight decay λ and noise variance v,
+
+    μ  = θ - lr (Q_G(∇loss) + λ θ)
+    θ' = Q^vc(μ, v)             rounding="corrected"    VC SGLDLP-L, Algorithms 1 and 4
+         Q^s(μ + sqrt(v) ξ)     rounding="stochastic"   naive SGLDLP-L
+         Q^d(μ + sqrt(v) ξ)     rounding="nearest"
+
+With an accumulator θ is kept in its format and the parameters are Q_W(θ): SGLDLP-F if that is float32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from functools import lru_cache
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from . import native, ops, random
+from .formats import BF16, FP16, FP32, parse
+from .ops import Algorithm, Rounding
+from .qtensor import QTensor, encode
+from .random import Key
+
+__all__ = ["Update", "parameter_key", "quantized", "sgld_op", "update", "update_codes_"]
+
+
+@dataclass(frozen=True)
+class Update:
+    """The settings of one step; formats as names, None for full precision (or, for the accumulator, none)."""
+
+    lr: float
+    weight_decay: float
+    variance: float
+    weights: str | None = None
+    gradients: str | None = None
+    accumulator: str | None = None
+    rounding: Rounding = "corrected"
+    algorithm: Algorithm = "exact"
+    maximize: bool = False
+
+    def grid(self, dtype: torch.dtype) -> str | None:
+        """The format parameters of a dtype are kept in: unless given, the dtype's own. None for float64."""
+        own = {torch.float32: FP32, torch.bfloat16: BF16, torch.float16: FP16}.get(dtype)
+        return self.weights or (str(own) if own else None)
+
+    def numbers_and_words(self) -> tuple[Any, ...]:
+        """The fields in the order the operator takes them."""
+        return tuple(getattr(self, f.name) for f in fields(self))
+
+    @property
+    def onto(self) -> Rounding:
+        """How a number that is given, not drawn, gets onto a grid."""
+        return "nearest" if self.rounding == "nearest" else "stochastic"
+
+
+@lru_cache(maxsize=65536)
+def _stream(seed: int, index: int) -> int:
+    return Key(seed).fold(index).stream
+
+
+def parameter_key(seed: int, index: int, step: int) -> Key:
+    """The random bits of one parameter at one step: each has a stream of its own."""
+    return Key(seed, _stream(seed, index), step)
+
+
+def quantized(x: Tensor, format: str | None, rounding: str, key: Key, purpose: int) -> Tensor:
+    """x on the grid of a format, for one of the purposes of `random`; x itself without a format."""
+    if format is None:
+        return x
+    bits = (ops.signed(key.seed), ops.signed(key.stream), ops.signed(key.step))
+    return cast(Tensor, ops.quantize_op(x, format, rounding, *bits, purpose))
+
+
+def update(theta: Tensor, gradient: Tensor, settings: Update, format: str | None, key: Key) -> Tensor:
+    """θ', on the grid of ``format`` (None: float64, no grid), as a new float32 or float64 tensor."""
+    dtype = ops.working_dtype(theta.dtype)
+    theta, gradient = theta.to(dtype), gradient.to(dtype)
+    g = quantized(gradient, settings.gradients, "stochastic", key, random.GRADIENT)
+    g = -g if settings.maximize else g
+    mu = theta - settings.lr * (g + settings.weight_decay * theta)
+    if settings.rounding == "corrected" and format is not None:
+        return ops.corrected(mu, settings.variance, format, key, settings.algorithm)
+    if settings.variance > 0:
+        variance = torch.full((), settings.variance, dtype=dtype, device=mu.device)
+        xi = random.normal(key, mu.numel(), device=mu.device).to(dtype).view(mu.shape)
+        mu = mu + random.root(variance) * xi
+    return quantized(mu, format, settings.onto, key, random.ROUNDING)
+
+
+def update_codes_(theta: QTensor, gradient: Tensor, settings: Update, key: Key) -> None:
+    """The same in place on the codes of a float32 QTensor; no float copy of it outlives the call."""
+    if native.enabled_for(theta.codes) and settings.algorithm == "exact" and theta.format.storage_bits > 4:
+        job = native.Job(None, theta.codes, theta.exponents, None, gradient.contiguous(), key)
+        _run_native([job], settings, str(theta.format))
+        return
+    values = update(theta.decode(), gradient, settings, str(theta.format), key)
+    new = encode(values, theta.format)
+    theta.codes.copy_(new.codes)
+    if theta.exponents is not None and new.exponents is not None:
+        theta.exponents.copy_(new.exponents)
+
+
+@torch.library.custom_op("qlangevin::sgld_", mutates_args=("thetas", "accumulators"))
+def sgld_op(
+    thetas: list[Tensor], accumulators: list[Tensor], gradients: list[Tensor], lr: float, weight_decay: float,
+    variance: float, weights: str | None, gradients_: str | None, accumulator: str | None, rounding: str, algorithm: str,
+    maximize: bool, seed: int, streams: list[int], steps: list[int],
+) -> None:  # fmt: skip
+    """One step of many tensors in place; accumulators is empty if there are none."""
+    formats = (weights, gradients_, accumulator)
+    s = Update(lr, weight_decay, variance, *formats, cast(Rounding, rounding), cast(Algorithm, algorithm), maximize)
+    jobs: list[tuple[Tensor, native.Job]] = []
+    for i, (theta, gradient) in enumerate(zip(thetas, gradients, strict=True)):
+        key, held = ops.key_of(seed, streams[i], steps[i]), accumulators[i] if accumulators else None
+        exact = algorithm == "exact" or rounding != "corrected"
+        if exact and theta.dtype == torch.float32 and native.enabled_for(theta, gradient):
+            jobs.append((theta, native.Job(theta.contiguous(), None, None, held, gradient.contiguous(), key)))
+        else:
+            _step_one(theta, held, gradient, s, key)
+    if jobs:
+        _run_native([job for _, job in jobs], s, weights)
+    for theta, job in jobs:
+        if job.values is not None and job.values.data_ptr() != theta.data_ptr():
+            theta.copy_(job.values)
+
+
+@sgld_op.register_fake
+def _(thetas: list[Tensor], accumulators: list[Tensor], gradients: list[Tensor], *_: Any) -> None:
+    return None
+
+
+def _step_one(theta: Tensor, accumulator: Tensor | None, gradient: Tensor, s: Update, key: Key) -> None:
+    """One step of one tensor in place, on the PyTorch path."""
+    if accumulator is None:
+        theta.copy_(update(theta, gradient, s, s.grid(theta.dtype), key))
+        return
+    accumulator.copy_(update(accumulator, gradient, s, s.accumulator, key))
+    theta.copy_(quantized(accumulator, s.grid(theta.dtype), s.onto, key, random.WEIGHT))
+
+
+def _run_native(jobs: list[native.Job], s: Update, weights: str | None) -> None:
+    to, gradients, accumulator = (parse(f) if f else None for f in (weights, s.gradients, s.accumulator))
+    native.sgld(jobs, to, gradients, accumulator, s.rounding, s.lr, s.weight_decay, s.variance, s.maximize)
