@@ -6,18 +6,25 @@ errors to standard error. Exit codes: 0 done, 1 the picture could not be saved, 
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import os
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Union
+from typing import Annotated, Any
 
+import torch
 import tyro
 from rich import box
 from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
 
-from . import __version__
+from . import __version__, native
 from .experiments import gaussian
 
 __all__ = ["main"]
@@ -39,10 +46,10 @@ class Gaussian(gaussian.Settings):
 class Run:
     """Reproduce an experiment of the paper."""
 
-    experiment: Union[Annotated[Gaussian, tyro.conf.subcommand("gaussian", prefix_name=False)], Nothing]  # noqa: UP007
+    experiment: Annotated[Gaussian, tyro.conf.subcommand("gaussian", prefix_name=False)] | Nothing
 
 
-Command = Union[Annotated[Run, tyro.conf.subcommand("run")], Nothing]  # noqa: UP007
+Command = Annotated[Run, tyro.conf.subcommand("run")] | Nothing
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -53,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     try:
         command: Any = tyro.cli(
-            Command,  # type: ignore[arg-type]
+            Command,
             prog="qlangevin",
             description="Low-precision stochastic gradient Langevin dynamics. --version prints the version.",
             args=arguments,
@@ -120,7 +127,8 @@ def remarks(settings: Gaussian, result: gaussian.Result) -> list[str]:
     """What one has to know to read the table and to get it again."""
     lines = [
         "exact: of the stationary law, without sampling.  z: (sampled - exact)/s.e., beyond ±4 by chance in one row of 16 000.",
-        f"seed {settings.seed}, {settings.parallel} chains, {paths()}",
+        f"seed {settings.seed}, {settings.parallel} chains, "
+        + ", ".join(f"{name} {value}" for name, value in environment().items()),
     ]
     lines += [
         f"α = {row.stepsize:g}: a burn-in of {row.burn_in} steps is short of 3/α, the chains may not have converged"
@@ -130,10 +138,10 @@ def remarks(settings: Gaussian, result: gaussian.Result) -> list[str]:
     return [*lines, f"picture: {settings.out}"]
 
 
-def paths() -> str:
-    """How the numbers were computed; none of it changes them."""
-    kernels = f"native kernels ({native.level()})" if native.available else "PyTorch path (no native kernels)"
-    return f"{kernels}, {torch.get_num_threads()} threads, torch {torch.__version__}"
+def environment() -> dict[str, Any]:
+    """What computed the numbers. It changes how long they take, not what they are."""
+    kernels = f"native ({native.level()})" if native.available else "PyTorch (native kernels not installed)"
+    return {"kernels": kernels, "threads": torch.get_num_threads(), "torch": torch.__version__}
 
 
 def as_json(settings: Gaussian, result: gaussian.Result) -> dict[str, Any]:
@@ -142,7 +150,7 @@ def as_json(settings: Gaussian, result: gaussian.Result) -> dict[str, Any]:
         "experiment": "gaussian",
         "version": __version__,
         "settings": {name: value for name, value in options.items() if name != "json"},
-        "computed_with": paths(),
+        "environment": environment(),
         "rows": [dataclasses.asdict(row) | {"z": row.z} for row in result.rows],
     }
 
@@ -168,10 +176,10 @@ def check_picture(path: Path) -> None:
     from matplotlib.backend_bases import FigureCanvasBase
 
     kinds = FigureCanvasBase.get_supported_filetypes()
-    if path.suffix[1:].lower() not in kinds:
-        raise ValueError(f"--out must end in one of {', '.join(sorted(kinds))}, got {path}")
     if path.is_dir():
         raise ValueError(f"--out must be a file, {path} is a directory")
+    if path.suffix[1:].lower() not in kinds:
+        raise ValueError(f"--out must end in .png, .pdf, .svg or another of {', '.join(sorted(kinds))}, got {path}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path.parent):

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.distributions import Normal
 
 from .. import random, theory
 from ..formats import FP32, FixedPoint, Format, parse
@@ -144,7 +145,12 @@ class Result:
 
 def run(settings: Settings, progress: Callable[[str, int], None] = lambda label, steps: None) -> Result:
     """Sample all methods at all stepsizes. ``progress`` is told what runs, and how many steps more are done."""
-    points, rows, shares = theory.grid(settings.format), [], []
+    points = theory.grid(settings.format)
+    rows: list[Row] = []
+    shares: list[Tensor] = []
+    quantize(
+        torch.zeros(1), settings.format
+    )  # the first call of an operator takes a second, which is not the sampler's
     for alpha in settings.stepsizes:
         for name in METHODS:
             key = Key(settings.seed).fold(len(rows))
@@ -175,7 +181,7 @@ def _sample(name: str, alpha: float, settings: Settings, key: Key, progress: Cal
 
 def _summary(name: str, alpha: float, settings: Settings, samples: Tensor, seconds: float) -> Row:
     samples = samples.double()
-    values, counts = samples.unique(return_counts=True)
+    values, counts = torch.unique(samples, return_counts=True)
     mean = samples.mean()
     of_chains = (samples - mean).square().mean(0)  # chains are independent, moments of one chain are not
     steps, burn_in = settings.schedule(alpha)
@@ -185,7 +191,7 @@ def _summary(name: str, alpha: float, settings: Settings, samples: Tensor, secon
         variance=float(of_chains.mean()),
         standard_error=float(of_chains.std()) / math.sqrt(settings.parallel),
         exact_variance=accumulator_variance(settings.format, alpha),
-        w2=theory.wasserstein2(values, counts / samples.numel(), theory.Gaussian()),
+        w2=theory.wasserstein2(values, counts / samples.numel(), Normal(0.0, 1.0)),
         exact_w2=None,
         steps=steps,
         burn_in=burn_in,
