@@ -24,6 +24,8 @@ from .steps import Update, parameter_key, quantized, sgld_op
 
 __all__ = ["SGLD"]
 
+FORMATS = ("weights", "gradients", "accumulator")
+
 
 @dataclass(frozen=True)
 class Defaults:
@@ -59,7 +61,7 @@ class Defaults:
         """From the settings of a group: formats become names, a tensor lr (as schedulers may set) a number."""
         settings = {f.name: group[f.name] for f in fields(cls)}
         settings["lr"] = float(settings["lr"]) if isinstance(settings["lr"], Tensor) else settings["lr"]
-        for name in ("weights", "gradients", "accumulator"):
+        for name in FORMATS:
             settings[name] = None if settings[name] is None else str(parse(settings[name]))
         return cls(**settings)
 
@@ -118,6 +120,8 @@ class SGLD(Optimizer):
         settings = Defaults.of({**self.defaults, **param_group})
         super().add_param_group(param_group)
         group = self.param_groups[-1]
+        for name in FORMATS:  # by name, so that a saved sampler holds nothing but numbers and words
+            group[name] = getattr(settings, name)
         try:
             for i, p in enumerate(group["params"]):
                 self._check(p, settings, _name(group, i))
