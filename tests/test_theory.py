@@ -15,10 +15,10 @@ from qlangevin.theory import Method, grid, stationary, wasserstein2
 METHODS: tuple[Method, ...] = ("corrected", "stochastic", "nearest")
 
 
-def enumerated(format: Format, mu: Tensor, v: float, method: Method, count: int = 600) -> Tensor:
-    """Rows of P by brute force: the rounding itself, on a lattice of equally likely pairs (u, ξ)."""
-    middle = (torch.arange(count, dtype=torch.float64) + 0.5) / count
-    u, xi = middle.repeat(count), torch.special.ndtri(middle).repeat_interleave(count)
+def enumerated(format: Format, mu: Tensor, v: float, method: Method) -> Tensor:
+    """Rows of P by brute force: the rounding itself, at the 28657 points (u, Φ(ξ)) of a Fibonacci lattice."""
+    index = torch.arange(28657, dtype=torch.float64)
+    u, xi = (index * 17711 % 28657 + 0.5) / 28657, torch.special.ndtri((index + 0.5) / 28657)
     points, rows = grid(format), []
     for m in mu.tolist():
         noisy = m + math.sqrt(v) * xi
@@ -43,8 +43,8 @@ def test_transition_is_what_rounding_does(name: str, stepsize: float, method: Me
 
     matrix = stationary(name, stepsize, method, gradient).transition
     brute = enumerated(format, points - stepsize * gradient(points), 2 * stepsize, method)
-    # A lattice of 600 lines is wrong by at most 1/600 for each edge of a region of the (u, ξ) square.
-    torch.testing.assert_close(matrix, brute.double(), atol=4 / 600, rtol=0)
+    # The lattice misjudges the area of a simple region of the square by some 1e-4.
+    torch.testing.assert_close(matrix, brute.double(), atol=1e-3, rtol=0)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -140,10 +140,11 @@ def test_wasserstein_distance() -> None:
     assert wasserstein2(3 * one, one, Normal(1.0, 2.0)) == pytest.approx(math.sqrt(4 + 4), rel=1e-12)
     points = torch.tensor([-2.0, -0.5, 0.0, 1.5], dtype=torch.float64)
     p = torch.tensor([0.1, 0.4, 0.0, 0.5], dtype=torch.float64)
-    closed = wasserstein2(points, p, Normal(0.3, 1.2))
-    assert closed == pytest.approx(wasserstein2(points, p, lambda u: 0.3 + 1.2 * torch.special.ndtri(u)), rel=1e-9)
+    closed = wasserstein2(points, p, Normal(0.25, 1.5))
+    assert closed == pytest.approx(wasserstein2(points, p, lambda u: 0.25 + 1.5 * torch.special.ndtri(u)), rel=1e-9)
     u = (torch.arange(10**6, dtype=torch.float64) + 0.5) / 10**6
-    brute = (points[torch.bucketize(u, p.cumsum(0))] - Laplace(0.0, 1.0).icdf(u)).square().mean().sqrt()
+    quantiles = torch.where(u < 0.5, (2 * u).log(), -(2 - 2 * u).log())
+    brute = (points[torch.bucketize(u, p.cumsum(0))] - quantiles).square().mean().sqrt()
     assert wasserstein2(points, p, Laplace(0.0, 1.0)) == pytest.approx(float(brute), rel=1e-4)
 
 
@@ -163,4 +164,4 @@ def test_wasserstein_distance() -> None:
 )
 def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        stationary(**{"format": "fixed8.3", "stepsize": 1e-2} | arguments)
+        stationary(**{"format": "fixed8.3", "stepsize": 1e-2, **arguments})

@@ -94,7 +94,7 @@ def stationary(
     if not residual < 1e-12:
         raise ArithmeticError(f"no stationary law found for {format} at stepsize={stepsize}: |πP - π| = {residual}")
     if target is None and gradient is None:
-        target = Normal(0.0, math.sqrt(temperature))
+        target = Normal(0.0, torch.tensor(temperature, dtype=torch.float64).sqrt())
     return Stationary(points, pi, matrix, target)
 
 

@@ -248,12 +248,12 @@ def draw(result: Result, path: Path) -> None:
 def _panel(ax: Axes, row: Row, points: Tensor, shares: Tensor) -> None:
     """One histogram as a density: a grid point stands for the cell of numbers nearest to it."""
     middle = (points[1:] + points[:-1]) / 2
-    edges = torch.cat((2 * points[:1] - middle[:1], middle, 2 * points[-1:] - middle[-1:]))
-    width = edges.diff()
-    used = shares > 0
-    ax.bar(points[used], (shares / width)[used], 0.85 * width[used], color=COLOURS[row.method], label="samples")
-    x = torch.linspace(float(points[0]), float(points[-1]), 2001, dtype=torch.float64).clamp(-20, 20)
-    ax.plot(x, (-0.5 * x * x).exp() / math.sqrt(2 * math.pi), color="#222222", linewidth=1.3, label="target N(0, 1)")
+    width = torch.cat((2 * points[:1] - middle[:1], middle, 2 * points[-1:] - middle[-1:])).diff()
+    x, height, wide = (t[shares > 0].numpy() for t in (points, shares / width, 0.85 * width))
+    ax.bar(x, height, wide, color=COLOURS[row.method], label="samples")
+    t = torch.linspace(-20, 20, 2001)
+    density = (-0.5 * t * t).exp() / math.sqrt(2 * math.pi)
+    ax.plot(t.numpy(), density.numpy(), color="#222222", linewidth=1.3, label="target N(0, 1)")
     exact = "" if row.exact_variance is None else f" (exact {row.exact_variance:.3f})"
     ax.set_title(f"{row.method}\nvariance {row.variance:.3f} ± {row.standard_error:.3f}{exact}", fontsize=10.5)
     ax.spines[["top", "right"]].set_visible(False)

@@ -27,6 +27,7 @@ class Bits {
 
     // The number of one element.
     float one(int64_t at) const {
+        if (at >= from_ && at < to_) return window_[at - from_];
         float tile[kTile];
         (normal_ ? normal_tiles : uniform_tiles)(source_, purpose_, uint64_t(at / kTile), 1, tile);
         return tile[at % kTile];
@@ -44,12 +45,14 @@ class Bits {
 
 // Variances: the same for all elements, or one each.
 struct Same {
+    static constexpr bool kSame = true;
     float value;
     template <class P> F at(int64_t, P) const { return all(value); }
     float greatest(int64_t) const { return value; }
     Same operator+(int64_t) const { return *this; }
 };
 struct Each {
+    static constexpr bool kSame = false;
     const float *values;
     template <class P> F at(int64_t i, P part) const { return part.load(values + i); }
     float greatest(int64_t n) const { return largest(values, n); }
@@ -88,11 +91,18 @@ void stochastic_fixed(const float *x, float *out, int64_t at, int64_t n, const G
 template <class V>
 void corrected_fixed(const float *mu, V v, float *out, int64_t at, int64_t n, const Grid &grid, Bits &uniform, Bits &normal) {
     const Gap g(grid.min_gap);
-    Bits *noise = g.variance_of(all(v.greatest(n)))[0] > 0.25f ? &normal : nullptr;
-    with_bits(at, n, uniform, noise, [=, low = grid.low, high = grid.high](int64_t i, auto part, F u, F xi) {
-        const F from = part.load(mu + i), s = g.variance_of(v.at(i, part));
-        part.store(out + i, onto(settle(g.of(from), s, s > 0.25f, u, xi), all(g.gap), low, high, from));
-    });
+    const float low = grid.low, high = grid.high;
+    if (g.variance_of(all(v.greatest(n)))[0] <= 0.25f)
+        with_bits(at, n, uniform, nullptr, [=](int64_t i, auto part, F u, F) {
+            const F from = part.load(mu + i), s = g.variance_of(v.at(i, part));
+            part.store(out + i, onto(settle_discrete(g.of(from), s, u), all(g.gap), low, high, from));
+        });
+    else
+        with_bits(at, n, uniform, &normal, [=](int64_t i, auto part, F u, F xi) {
+            const F from = part.load(mu + i), s = g.variance_of(v.at(i, part));
+            const F code = V::kSame ? settle_gaussian(g.of(from), s, u, xi) : settle(g.of(from), s, s > 0.25f, u, xi);
+            part.store(out + i, onto(code, all(g.gap), low, high, from));
+        });
 }
 
 // ---- floating point: every element has its own gap
@@ -171,12 +181,10 @@ struct Law {
     template <class P> F y(int64_t i, P part, const Gap &g) const { return g.of(part.load(mu + i)); }
     template <class P> F s(int64_t i, P part, const Gap &g) const { return g.variance_of(v.at(i, part)); }
     template <class P> I at_risk(int64_t i, P part, const Gap &g) const { return risky(y(i, part, g), s(i, part, g), top); }
-    template <class P> F on(F code, int64_t i, P part, const Gap &g) const {
-        return onto(code, all(g.gap), low, high, part.load(mu + i));
-    }
+    F on(F code, const Gap &g) const { return onto(code, all(g.gap), low, high); }
     template <class P> F draw(int64_t i, P part, const Gap &g, F u, F xi) const {
         const F y_ = y(i, part, g), s_ = s(i, part, g);
-        return on(settle(y_, s_, (s_ > 0.25f) & (reaches(y_, s_) <= top), u, xi), i, part, g);
+        return on(settle(y_, s_, (s_ > 0.25f) & (reaches(y_, s_) <= top), u, xi), g);
     }
 };
 
@@ -189,19 +197,28 @@ struct Block {
     const Grid &grid;
     Bits &uniform, &normal;
 
-    Bits *noise(const Gap &g) const { return g.variance_of(all(law.v.greatest(n)))[0] > 0.25f ? &normal : nullptr; }
+    bool noisy(const Gap &g) const { return g.variance_of(all(law.v.greatest(n)))[0] > 0.25f; }
 
-    void draw_all(const Gap g) {
-        with_bits(at, n, uniform, noise(g), [=, law = law, out = out](int64_t i, auto part, F u, F xi) {
-            part.store(out + i, law.draw(i, part, g, u, xi));
-        });
-    }
-
-    // Stochastic rounding: a gap that fits all |mu| fits all outcomes.
-    void draw_all_stochastic(const Gap g) {
-        with_bits(at, n, uniform, nullptr, [=, law = law, out = out](int64_t i, auto part, F u, F) {
-            part.store(out + i, law.on(settle_stochastic(law.y(i, part, g), u), i, part, g));
-        });
+    // All on one gap. The cases that need no choice in each lane are worth loops of their own.
+    void draw_all(const Gap g, float most) {
+        const F s = g.variance_of(all(law.v.greatest(n)));
+        const bool fits = (reaches(g.of(all(most)), s) <= grid.top)[0];
+        if (s[0] == 0.0f)
+            with_bits(at, n, uniform, nullptr, [=, law = law, out = out](int64_t i, auto part, F u, F) {
+                part.store(out + i, law.on(settle_stochastic(law.y(i, part, g), u), g));
+            });
+        else if (s[0] <= 0.25f)
+            with_bits(at, n, uniform, nullptr, [=, law = law, out = out](int64_t i, auto part, F u, F) {
+                part.store(out + i, law.on(settle_discrete(law.y(i, part, g), law.s(i, part, g), u), g));
+            });
+        else if (V::kSame && fits)
+            with_bits(at, n, uniform, &normal, [=, law = law, out = out](int64_t i, auto part, F u, F xi) {
+                part.store(out + i, law.on(settle_gaussian(law.y(i, part, g), s, u, xi), g));
+            });
+        else
+            with_bits(at, n, uniform, &normal, [=, law = law, out = out](int64_t i, auto part, F u, F xi) {
+                part.store(out + i, law.draw(i, part, g, u, xi));
+            });
     }
 
     // The largest coordinate at risk, or -1.
@@ -242,21 +259,21 @@ struct Block {
         const float top = grid.top, n = magnitude(nearest_integer(y))[0];
         const bool possible = feasible(y, s, top + 1)[0] && (n == top + 1 ? n + 2 : n) <= 2 * top;
         if (outside || !possible) return draw_one(m, coarse);
-        return law.on(settle_wide(y, s, all(uniform.one(at + m)), top + 1), m, one, fine)[0];
+        return law.on(settle_wide(y, s, all(uniform.one(at + m)), top + 1), fine)[0];
     }
 
     // Coordinates at risk are drawn first, on the coarse gap; the block is fine unless one of them lands outside.
-    void draw_carefully(int64_t m, const Gap fine, const Gap coarse) {
+    void draw_carefully(int64_t m, float most, const Gap fine, const Gap coarse) {
         bool outside = others_outside(m, fine, coarse);
         const float alone = draw_alone(m, fine, coarse, outside);
         outside |= __builtin_fabsf(alone) > grid.top * fine.gap;
-        if (outside) draw_all(coarse);
+        if (outside) draw_all(coarse, most);
         else draw_mixed(fine, coarse);
         out[m] = alone;
     }
 
     void draw_mixed(const Gap fine, const Gap coarse) {
-        with_bits(at, n, uniform, noise(fine), [=, law = law, out = out](int64_t i, auto part, F u, F xi) {
+        with_bits(at, n, uniform, noisy(fine) ? &normal : nullptr, [=, law = law, out = out](int64_t i, auto part, F u, F xi) {
             const I wide = law.at_risk(i, part, fine);
             const F value = law.draw(i, part, fine, u, xi);
             part.store(out + i, any(wide) ? (wide ? law.draw(i, part, coarse, u, xi) : value) : value);
@@ -273,9 +290,8 @@ struct Block {
         const int own = canonical_gap(most, grid), coarse = clamp(ceil_log2(room), own, grid.max_gap);
         const int fine = own > coarse - 1 ? own : coarse - 1;
         const int64_t m = fine < coarse ? largest_at_risk(Gap(fine)) : -1;
-        if (m >= 0) draw_carefully(m, Gap(fine), Gap(coarse));
-        else if (sigma == 0.0f) draw_all_stochastic(Gap(fine));
-        else draw_all(Gap(fine));
+        if (m >= 0) draw_carefully(m, most, Gap(fine), Gap(coarse));
+        else draw_all(Gap(fine), most);
     }
 };
 
@@ -294,7 +310,7 @@ void nearest(const float *x, float *out, int64_t n, const Grid &grid) {
         case Grid::kFixed: return nearest_fixed(x, out, n, grid);
         case Grid::kFloat: return nearest_float(x, out, n, grid);
         case Grid::kBlock: return nearest_block(x, out, n, grid);
-        default: __builtin_memmove(out, x, size_t(n) * sizeof(float));
+        default: __builtin_memmove(out, x, std::size_t(n) * sizeof(float));
     }
 }
 
@@ -304,7 +320,7 @@ void stochastic(const float *x, float *out, int64_t at, int64_t n, const Grid &g
         case Grid::kFixed: return stochastic_fixed(x, out, at, n, grid, uniform);
         case Grid::kFloat: return stochastic_float(x, out, at, n, grid, uniform);
         case Grid::kBlock: return corrected_block(x, Same{0.0f}, out, at, n, grid, uniform, uniform);
-        default: __builtin_memmove(out, x, size_t(n) * sizeof(float));
+        default: __builtin_memmove(out, x, std::size_t(n) * sizeof(float));
     }
 }
 
@@ -380,7 +396,7 @@ void random_range(const Source &source, uint32_t purpose, bool normal, float *ou
     for (int64_t at = begin, count; at < end; at += count) {
         count = end - at;
         const float *drawn = bits.take(at, count);
-        __builtin_memcpy(out + at, drawn, size_t(count) * sizeof(float));
+        __builtin_memcpy(out + at, drawn, std::size_t(count) * sizeof(float));
     }
 }
 

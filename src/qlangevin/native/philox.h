@@ -34,7 +34,18 @@ inline Wide product(Wide a, Wide b) { return (a & 0xFFFFFFFFu) * b; }
 inline F pack(Wide a, Wide b) { return (F)U{uint32_t(a[0]), uint32_t(a[1]), uint32_t(b[0]), uint32_t(b[1])}; }
 #endif
 
-inline void philox_tile(const Source &source, uint32_t purpose, uint64_t tile, Lanes &out) {
+// The keys of the seven rounds, in every lane: made once for many tiles.
+struct Schedule {
+    Wide key[7][2];
+    explicit Schedule(const Source &source) {
+        for (uint32_t round = 0; round < 7; ++round) {
+            key[round][0] = Wide{} + uint64_t(source.key0 + round * 0x9E3779B9u);
+            key[round][1] = Wide{} + uint64_t(source.key1 + round * 0xBB67AE85u);
+        }
+    }
+};
+
+inline void philox_tile(const Source &source, const Schedule &schedule, uint32_t purpose, uint64_t tile, Lanes &out) {
     const uint64_t first = tile * kLanes;  // a multiple of 16: adding a lane never carries
     const Wide zero = {}, m0 = zero + 0xD2511F53u, m1 = zero + 0xCD9E8D57u;
     Wide order = {};
@@ -47,14 +58,13 @@ inline void philox_tile(const Source &source, uint32_t purpose, uint64_t tile, L
             c[h][2] = zero + uint64_t(source.step0);
             c[h][3] = zero + uint64_t(source.step1);
         }
-        uint32_t k0 = source.key0, k1 = source.key1;
 #pragma GCC unroll 7
-        for (int round = 0; round < 7; ++round, k0 += 0x9E3779B9u, k1 += 0xBB67AE85u) {
+        for (const auto &key : schedule.key) {
             for (auto &x : c) {
                 const Wide p0 = product(x[0], m0), p1 = product(x[2], m1);
-                x[0] = (p1 >> 32) ^ x[1] ^ uint64_t(k0);
+                x[0] = (p1 >> 32) ^ x[1] ^ key[0];
                 x[1] = p1;
-                x[2] = (p0 >> 32) ^ x[3] ^ uint64_t(k1);
+                x[2] = (p0 >> 32) ^ x[3] ^ key[1];
                 x[3] = p0;
             }
         }
@@ -67,9 +77,10 @@ inline void philox_tile(const Source &source, uint32_t purpose, uint64_t tile, L
 
 // Multiples of 2^-24 in [0, 1) for `tiles` tiles.
 inline void uniform_tiles(const Source &source, uint32_t purpose, uint64_t tile, int tiles, float *out) {
+    const Schedule schedule(source);
     for (int t = 0; t < tiles; ++t) {
         Lanes lanes;
-        philox_tile(source, purpose, tile + uint64_t(t), lanes);
+        philox_tile(source, schedule, purpose, tile + uint64_t(t), lanes);
         const uint32_t *word = &lanes.word[0][0];
         for (int i = 0; i < kTile; ++i) out[t * kTile + i] = float(int32_t(word[i] >> 8)) * 0x1p-24f;
     }
@@ -95,9 +106,10 @@ inline float negative_log(int32_t k) {
 
 // Standard normals for `tiles` tiles: words (0, 1) and (2, 3) of a counter make a Box-Muller pair each.
 inline void normal_tiles(const Source &source, uint32_t purpose, uint64_t tile, int tiles, float *out) {
+    const Schedule schedule(source);
     for (int t = 0; t < tiles; ++t) {
         Lanes lanes;
-        philox_tile(source, purpose, tile + uint64_t(t), lanes);
+        philox_tile(source, schedule, purpose, tile + uint64_t(t), lanes);
         for (int pair = 0; pair < 4; pair += 2) {
             const uint32_t *a = lanes.word[pair], *b = lanes.word[pair + 1];
             float *first = out + t * kTile + pair * kLanes, *second = first + kLanes;

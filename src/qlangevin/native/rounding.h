@@ -10,37 +10,50 @@ using qlangevin::Grid;
 constexpr float kFar = 0x1p30f, kNormalBound = 6.660446889261581f;
 constexpr double kSlack = 1 + 0x1p-20;
 
-inline F nearest_integer(F x) {
-    const F t = whole(x), rest = x - t;
-    return t + whole(rest + rest);
-}
+// Half away from zero: with the largest float below 1/2 added, truncation does it, halves and all.
+inline F nearest_integer(F x) { return whole(x + (F)(((U)x & 0x80000000u) | 0x3effffffu)); }
 
-// x in gaps, within reach; NaN becomes 0 and is put back by `onto`.
-inline F in_gaps(F x, F inverse) {
-    const F y = x * inverse, low = y < -kFar ? all(-kFar) : y, both = low > kFar ? all(kFar) : low;
-    return both == both ? both : F{};
-}
+// x in gaps, within reach; a NaN becomes a number here and is put back at the end.
+inline F in_gaps(F x, F inverse) { return lesser(greater(x * inverse, all(-kFar)), all(kFar)); }
 
-// Back from gaps to a value in range; NaN stays NaN, -0 becomes 0.
+// Back from gaps to a value in range; -0 becomes 0.
+inline F onto(F n, F gap, float low, float high) { return lesser(greater(n * gap, all(low)), all(high)) + 0.0f; }
+
+// The same where x, what was rounded, may be NaN, and then stays it.
 inline F onto(F n, F gap, float low, float high, F x) {
-    const F value = n * gap, above = value < low ? all(low) : value, clipped = (above > high ? all(high) : above) + 0.0f;
-    return x == x ? clipped : x;
+    const F value = onto(n, gap, low, high);
+    return x == x ? value : x;
 }
+
+// n moved by one, up with probability p_up, down with probability p_down.
+inline F moved(F n, F p_down, F p_up, F u) { return n + one_where(u >= 1.0f - p_up) - one_where(u < p_down); }
 
 // Stochastic rounding of y: the law of `settle` with nothing to add.
 inline F settle_stochastic(F y, F u) {
     const F n = nearest_integer(y), r = y - n;
-    return n + (u >= 1.0f - positive(r) ? all(1.0f) : F{}) - (u < positive(-r) ? all(1.0f) : F{});
+    return moved(n, positive(-r), positive(r), u);
 }
 
-// Q^vc on the integers, both neighbours one away.
+// n + r with variance s, or what stochastic rounding has if that is more.
+inline F spread(F n, F r, F s, F u) {
+    const F side = magnitude(r);
+    const F extra = lesser(positive(s - side * (1.0f - side)), 1.0f - side) * 0.5f;
+    return moved(n, positive(-r) + extra, positive(r) + extra, u);
+}
+
+// Q^vc on the integers, both neighbours one away: three outcomes; or Gaussian noise first; or either, lane by lane.
+inline F settle_discrete(F y, F s, F u) {
+    const F n = nearest_integer(y);
+    return spread(n, y - n, s, u);
+}
+
+inline F settle_gaussian(F y, F s, F u, F xi) {
+    const F start = nearest_integer(y), x = (y - start) + root(positive(s - 0.25f)) * xi, offset = nearest_integer(x);
+    return spread(start + offset, x - offset, all(0.25f), u);
+}
+
 inline F settle(F y, F s, I gaussian, F u, F xi) {
-    const F start = nearest_integer(y);
-    const F x = (y - start) + (gaussian ? root(positive(s - 0.25f)) : F{}) * xi;
-    const F offset = gaussian ? nearest_integer(x) : F{};
-    const F n = start + offset, r = x - offset, side = magnitude(r);
-    const F extra = lesser(positive((gaussian ? all(0.25f) : s) - side * (1.0f - side)), 1.0f - side) * 0.5f;
-    return n + (u >= 1.0f - (positive(r) + extra) ? all(1.0f) : F{}) - (u < positive(-r) + extra ? all(1.0f) : F{});
+    return gaussian ? settle_gaussian(y, s, u, xi) : settle_discrete(y, s, u);
 }
 
 // The same without Gaussian part where the neighbour of ±wide_at on the far side is two away.

@@ -5,6 +5,7 @@
 // inline function of the standard library could be emitted once, with instructions the machine at hand does not have.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #if defined(__SSE2__)
 #include <immintrin.h>
@@ -28,37 +29,41 @@ typedef uint64_t Wide __attribute__((vector_size(4 * kWidth)));
 
 inline F all(float x) { return F{} + x; }
 
-inline F root(F x) {
+// What the language lacks, or compilers do not find: square roots; a < b ? a : b and a > b ? a : b in one instruction each
+// (b, if one of them is a NaN); whether any lane of a mask is set.
 #if defined(__AVX512F__)
-    return (F)_mm512_sqrt_ps((__m512)x);
+inline F root(F x) { return (F)_mm512_sqrt_ps((__m512)x); }
+inline F lesser(F a, F b) { return (F)_mm512_min_ps((__m512)a, (__m512)b); }
+inline F greater(F a, F b) { return (F)_mm512_max_ps((__m512)a, (__m512)b); }
+inline bool any(I mask) { return _mm512_movepi32_mask((__m512i)mask) != 0; }
 #elif defined(__AVX2__)
-    return (F)_mm256_sqrt_ps((__m256)x);
+inline F root(F x) { return (F)_mm256_sqrt_ps((__m256)x); }
+inline F lesser(F a, F b) { return (F)_mm256_min_ps((__m256)a, (__m256)b); }
+inline F greater(F a, F b) { return (F)_mm256_max_ps((__m256)a, (__m256)b); }
+inline bool any(I mask) { return _mm256_movemask_ps((__m256)mask) != 0; }
 #elif defined(__SSE2__)
-    return (F)_mm_sqrt_ps((__m128)x);
+inline F root(F x) { return (F)_mm_sqrt_ps((__m128)x); }
+inline F lesser(F a, F b) { return (F)_mm_min_ps((__m128)a, (__m128)b); }
+inline F greater(F a, F b) { return (F)_mm_max_ps((__m128)a, (__m128)b); }
+inline bool any(I mask) { return _mm_movemask_ps((__m128)mask) != 0; }
 #else
+inline F root(F x) {
     for (int l = 0; l < kWidth; ++l) x[l] = __builtin_sqrtf(x[l]);
     return x;
-#endif
 }
-
-inline F magnitude(F x) { return (F)((U)x & 0x7fffffffu); }
-inline F positive(F x) { return x > 0.0f ? x : F{}; }
 inline F lesser(F a, F b) { return a < b ? a : b; }
-inline F whole(F x) { return __builtin_convertvector(__builtin_convertvector(x, I), F); }  // towards zero, |x| < 2^31
-
+inline F greater(F a, F b) { return a > b ? a : b; }
 inline bool any(I mask) {
-#if defined(__AVX512F__)
-    return _mm512_movepi32_mask((__m512i)mask) != 0;
-#elif defined(__AVX2__)
-    return _mm256_movemask_ps((__m256)mask) != 0;
-#elif defined(__SSE2__)
-    return _mm_movemask_ps((__m128)mask) != 0;
-#else
     int32_t bits = 0;
     for (int l = 0; l < kWidth; ++l) bits |= mask[l];
     return bits != 0;
-#endif
 }
+#endif
+
+inline F magnitude(F x) { return (F)((U)x & 0x7fffffffu); }
+inline F positive(F x) { return greater(x, F{}); }
+inline F whole(F x) { return __builtin_convertvector(__builtin_convertvector(x, I), F); }  // towards zero, |x| < 2^31
+inline F one_where(I mask) { return (F)(mask & (I)all(1.0f)); }
 
 // A piece of memory: a whole vector, or what is left at the end (missing lanes read as zero).
 struct Full {
@@ -74,10 +79,10 @@ struct Part {
     int64_t count;
     F load(const float *p) const {
         F x = {};
-        __builtin_memcpy(&x, p, size_t(count) * sizeof(float));
+        __builtin_memcpy(&x, p, std::size_t(count) * sizeof(float));
         return x;
     }
-    void store(float *p, F x) const { __builtin_memcpy(p, &x, size_t(count) * sizeof(float)); }
+    void store(float *p, F x) const { __builtin_memcpy(p, &x, std::size_t(count) * sizeof(float)); }
 };
 
 template <class Body>
