@@ -63,8 +63,8 @@ def test_the_seed_decides_everything_but_the_time() -> None:
 
 
 def test_schedule_and_progress() -> None:
-    assert Settings().schedule(1e-3) == (6000, 4000)
-    assert Settings(full=True).schedule(1e-3) == (30_000, 5000)
+    assert Settings().schedule(1e-3) == (4500, 3000)
+    assert Settings(full=True).schedule(1e-3) == (22_500, 5000)
     assert Settings(steps=10).schedule(1e-3) == (10, 6)
     assert Settings(steps=1).schedule(1e-3) == (1, 0)
     settings = Settings(stepsizes=(0.1, 0.2), chains=2, steps=107)
@@ -105,7 +105,7 @@ def test_picture(result: Result, tmp_path: Path) -> None:
         ({"stepsizes": ()}, "stepsizes must not be empty"),
         ({"stepsizes": (1e-3, -1.0)}, "stepsizes must be above 0 .* got -1.0"),
         ({"stepsizes": (float("nan"),)}, "stepsizes must be above 0 .* got nan"),
-        ({"stepsizes": (1e-12,)}, "1e-12 would take 6e\\+12 steps"),
+        ({"stepsizes": (1e-12,)}, "1e-12 would take 4.5e\\+12 steps"),
         ({"chains": 1}, "chains must be at least 2"),
         ({"steps": 0}, "steps must be at least 1, got 0"),
         ({"seed": -1}, "seed must be .* got -1"),
