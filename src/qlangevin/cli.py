@@ -83,24 +83,27 @@ def fail(message: str, code: int) -> int:
 
 
 def run_gaussian(settings: Gaussian) -> int:
-    """Figure 1: sample, print the table, save the picture."""
+    """Figure 1: sample, save the picture, print the table."""
     check_picture(settings.out)
     with progress_bar(settings.total_steps, shown=not settings.json) as advance:
         result = gaussian.run(settings, advance)
-    if settings.json:
-        print(json.dumps(as_json(settings, result), indent=2), flush=True)
-    else:
-        console = Console(width=None if sys.stdout.isatty() else 120)
-        console.print(table(result))
-        console.print("\n".join(remarks(settings, result)), highlight=False)
-    save(settings.out, lambda path: gaussian.draw(result, path))
+    try:
+        save(settings.out, lambda path: gaussian.draw(result, path))
+    finally:  # whatever becomes of the picture, the numbers are not lost
+        if settings.json:
+            print(json.dumps(as_json(settings, result), indent=2), flush=True)
+        else:
+            console = Console(width=None if sys.stdout.isatty() else 120)
+            console.print(table(result, roomy=console.width >= 96))
+            console.print("\n".join(remarks(settings, result)), highlight=False, markup=False, soft_wrap=True)
     return 0
 
 
-def table(result: gaussian.Result) -> Table:
-    """The rows, a stepsize named once."""
-    out = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=f"Standard Gaussian in {result.settings.format}")
-    for name in ("α", "method", "variance ± s.e.", "exact", "z", "W2", "exact", "million steps", "seconds"):
+def table(result: gaussian.Result, roomy: bool) -> Table:
+    """The rows, a stepsize named once; 80 columns wide unless there is room for more."""
+    out = Table(box=box.SIMPLE_HEAD, padding=(0, 1 if roomy else 0), pad_edge=False)
+    out.title = f"Standard Gaussian in {result.settings.format}"
+    for name in ("α", "method", "variance ± s.e.", "exact", "z", "W2", "exact", "steps", "time"):
         out.add_column(name, justify="left" if name == "method" else "right", no_wrap=True)
     last = None
     for row in result.rows:
@@ -112,8 +115,8 @@ def table(result: gaussian.Result) -> Table:
             number(row.z, "+.1f"),
             f"{row.w2:.4f}",
             number(row.exact_w2, ".4f"),
-            f"{row.chain_steps / 1e6:.4g}",
-            f"{row.seconds:.1f}",
+            f"{row.chain_steps / 1e6:.3g}M",
+            f"{row.seconds:.1f} s",
         )
         last = row.stepsize
     return out
@@ -126,14 +129,15 @@ def number(value: float | None, format: str) -> str:
 def remarks(settings: Gaussian, result: gaussian.Result) -> list[str]:
     """What one has to know to read the table and to get it again."""
     lines = [
-        "exact: of the stationary law, without sampling.  z: (sampled - exact)/s.e., beyond ±4 by chance in one row of 16 000.",
+        "exact: of the stationary law, without sampling; steps: of all chains together",
+        "z: (sampled - exact)/s.e. of the variance, beyond ±4 once in 16 000 rows",
         f"seed {settings.seed}, {settings.parallel} chains, "
         + ", ".join(f"{name} {value}" for name, value in environment().items()),
     ]
     lines += [
         f"α = {row.stepsize:g}: a burn-in of {row.burn_in} steps is short of 3/α, the chains may not have converged"
         for row in result.rows[:: len(gaussian.METHODS)]
-        if row.burn_in * row.stepsize < 3
+        if row.burn_in * row.stepsize < 2.99
     ]
     return [*lines, f"picture: {settings.out}"]
 

@@ -71,7 +71,7 @@ class Settings:
     chains: int = 10_000
     """Parallel chains."""
     steps: int | None = None
-    """Steps of each chain, burn-in included; by default 4.5/α, of which 3/α are burn-in."""
+    """Steps of each chain, burn-in included (at most two thirds); by default 4.5/α, of which 3/α are burn-in."""
     seed: int = 0
     """Seed of the random numbers."""
     full: bool = False
@@ -103,8 +103,11 @@ class Settings:
 
     def schedule(self, alpha: float) -> tuple[int, int]:
         """(all steps, those of burn-in) at stepsize α."""
-        steps = (math.ceil(4.5 / alpha) if self.steps is None else self.steps) * (5 if self.full else 1)
-        return steps, min(math.ceil(5 / alpha), steps * 2 // 3)
+        burn_in, rest = math.ceil((5 if self.full else 3) / alpha), math.ceil((17.5 if self.full else 1.5) / alpha)
+        if self.steps is None:
+            return burn_in + rest, burn_in
+        steps = self.steps * (5 if self.full else 1)
+        return steps, min(burn_in, steps * 2 // 3)
 
     @property
     def total_steps(self) -> int:

@@ -1,0 +1,81 @@
+"""How often `corrected` puts a block of bfp8 on a coarser grid than Δ(μ), and what its variance is where it has to.
+
+Coarsening costs precision for the whole block. It cannot be avoided where the noise carries a coordinate beyond ±NΔ, which
+happens to ``must`` of the blocks when the exact law is drawn on a grid without end. The simple rule that makes room for the
+largest possible outcome beforehand coarsens ``headroom`` of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+import qlangevin as ql
+from qlangevin import random
+from qlangevin.formats import BlockFloat, FixedPoint
+from qlangevin.random import NORMAL_BOUND
+
+FORMAT, LENGTH = BlockFloat(8), 576
+ENDLESS = FixedPoint(25, 0)  # the integers, as far as float32 has them
+
+
+@dataclass(frozen=True)
+class Coarsening:
+    """Fractions of blocks on a coarser grid, at variance c v_0."""
+
+    c: float
+    must: float
+    exact: float
+    headroom: float
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Variance over target where the largest coordinates are just below a power of two: mean over a block's coordinates."""
+
+    c: float
+    exact: float
+    paper: float
+
+
+def blocks(count: int) -> Tensor:
+    """Rows of N(0, 1), their scales spread evenly over a binade on the logarithmic axis."""
+    rows = random.normal(ql.Key(1), count * LENGTH).view(count, LENGTH)
+    return rows * torch.exp2(random.uniform(ql.Key(2), count)).view(-1, 1)
+
+
+def coarsening(c: float, count: int) -> Coarsening:
+    mu, key, top = blocks(count), ql.Key(3), FORMAT.top
+    gap = FORMAT.gap(mu)
+    y, s = mu / gap, torch.full_like(mu, c / 4)  # in gaps, where v_0 is a quarter
+    codes = ql.corrected(mu, s * gap * gap, FORMAT, key) / gap
+    reach = y.abs().amax(1) + NORMAL_BOUND * (c / 4) ** 0.5 + 1.5
+    return Coarsening(
+        c,
+        must=share(ql.corrected(y, s, ENDLESS, key).abs().amax(1) > top),
+        exact=share((codes.remainder(2) == 0).all(1)),  # by chance on the fine grid: 2^-576
+        headroom=share(reach > top),
+    )
+
+
+def share(rows: Tensor) -> float:
+    return float(rows.float().mean())
+
+
+def spread(c: float, draws: int) -> Spread:
+    """One block, drawn many times. Eight coordinates are near the top, so that one of them is nearly always carried over it."""
+    y = random.normal(ql.Key(4), LENGTH).mul_(30).clamp_(-100, 100)
+    y[:8] = FORMAT.top + 0.7
+    mu = y.expand(draws, LENGTH).contiguous()
+    exact, paper = (
+        float(ql.corrected(mu, c / 4, FORMAT, ql.Key(5), algorithm=name).double().var(0).mean()) / (c / 4)
+        for name in ("exact", "paper")
+    )
+    return Spread(c, exact, paper)
+
+
+def run(quick: bool) -> tuple[list[Coarsening], Spread]:
+    count, draws = (2000, 1000) if quick else (20_000, 4000)
+    return [coarsening(c, count) for c in (0.1, 0.5, 1.5, 6.0)], spread(6.0, draws)

@@ -1,0 +1,135 @@
+"""``python -m benchmarks.run``: measures, prints a table, says which goals are reached.
+
+Exit code 1 if our rounding differs from qtorch's where it should not; goals that are missed are only reported, because a
+machine that is busy with other things can miss them all.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict, dataclass
+from types import ModuleType
+from typing import Any, Literal
+
+import tyro
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from qlangevin import native
+
+from . import agreement, coarsening, quantizers, rivals, steps, whole
+from .timing import Row, machine
+
+Part = Literal["steps", "quantizers", "whole", "agreement", "coarsening"]
+PARTS: tuple[Part, ...] = ("steps", "quantizers", "whole", "agreement", "coarsening")
+
+
+@dataclass(frozen=True)
+class Options:
+    """Time qlangevin against its rivals; all of them take turns in one run, and ratios are what counts."""
+
+    quick: bool = False
+    """A tenth of the time; the ratios are rougher."""
+    json: bool = False
+    """Print one JSON object instead of tables."""
+    only: tuple[Part, ...] = PARTS
+    """Which parts to run."""
+
+
+def main(options: Options) -> int:
+    """Run the parts, print as they are done."""
+    console = Console(quiet=options.json, width=None if sys.stdout.isatty() else 130)
+    messages = Console(stderr=True)
+    about = machine()
+    console.print("  ".join(f"{name}: {value}" for name, value in about.items()), highlight=False)
+    if not native.available:
+        messages.print("the native kernels are not installed: their times are left out")
+    qtorch = import_qtorch(messages) if {"quantizers", "agreement"} & set(options.only) else None
+
+    rows = timings(options, qtorch, console)
+    result: dict[str, Any] = {"machine": about, "rows": [row.as_json() for row in rows]}
+    unexplained = 0
+    if "agreement" in options.only and qtorch is not None:
+        found = agreement.run(qtorch, options.quick)
+        unexplained = sum(a.different[agreement.UNEXPLAINED] for a in found)
+        result["agreement"] = [asdict(a) for a in found]
+        console.print(agreement_table(found))
+    if "coarsening" in options.only:
+        blocks, spread = coarsening.run(options.quick)
+        result |= {"coarsening": [asdict(b) for b in blocks], "spread": asdict(spread)}
+        console.print(coarsening_table(blocks, spread))
+    missed = [row for row in rows if row.reached is False]
+    console.print(f"goals reached: {sum(row.reached is True for row in rows)}, missed: {len(missed)}", highlight=False)
+    if options.json:
+        print(json.dumps(result, indent=2))
+    if unexplained:
+        messages.print(f"{unexplained} numbers are rounded otherwise than by qtorch, and no known class holds them")
+    return 1 if unexplained else 0
+
+
+def import_qtorch(messages: Console) -> ModuleType | None:
+    messages.print("qtorch compiles itself the first time, which takes half a minute")
+    quant = rivals.module("qtorch.quant")
+    if isinstance(quant, str):
+        messages.print(f"qtorch cannot be imported, so nothing is compared with it: {quant}")
+        return None
+    return quant
+
+
+def timings(options: Options, qtorch: ModuleType | None, console: Console) -> list[Row]:
+    """All that is timed, one table for each group."""
+    scale = 0.1 if options.quick else 1.0
+    rows: list[Row] = []
+    for part in (p for p in PARTS if p in options.only):
+        if part == "steps" and native.available:
+            rows += steps.run(100 * scale)
+        elif part == "quantizers" and native.available:
+            rows += quantizers.run(60 * scale, qtorch)
+        elif part == "whole":
+            rows += whole.run(2 if options.quick else 7)
+    for group in dict.fromkeys(row.group for row in rows):
+        console.print(timing_table(group, [row for row in rows if row.group == group]))
+    return rows
+
+
+def new_table(title: str, *columns: str) -> Table:
+    """A table whose first column is text and whose others are numbers."""
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    for i, name in enumerate(columns):
+        table.add_column(name, justify="left" if i == 0 or name == "rival" else "right", no_wrap=True)
+    return table
+
+
+def timing_table(group: str, rows: list[Row]) -> Table:
+    table = new_table(group, "what", "ours", "rival", "theirs", "ratio", "goal", "reached")
+    for row in rows:
+        table.add_row(*row.cells())
+    return table
+
+
+def agreement_table(found: list[agreement.Agreement]) -> Table:
+    classes = list(dict.fromkeys(label for a in found for label in a.different))
+    classes.sort(key=lambda label: label == agreement.UNEXPLAINED)
+    table = new_table("nearest rounding, where it differs from qtorch's", "format", "compared", *classes)
+    for a in found:
+        table.add_row(a.format, str(a.compared), *(str(a.different.get(label, "")) for label in classes))
+    return table
+
+
+def coarsening_table(blocks: list[coarsening.Coarsening], spread: coarsening.Spread) -> Table:
+    title = f"blocks of {coarsening.FORMAT} on a coarser grid than Δ(μ)"
+    table = new_table(title, "variance", "if endless, beyond ±N", "ours", "by the headroom rule")
+    for b in blocks:
+        table.add_row(f"{b.c:g} v₀", f"{b.must:.2%}", f"{b.exact:.2%}", f"{b.headroom:.2%}")
+    table.caption_justify, table.caption_style, table.title_style = "left", "", ""
+    table.caption = (
+        f"just below a power of two, at {spread.c:g} v₀, variance over target:\n"
+        f"ours {spread.exact:.3f}, Algorithm 5 as printed {spread.paper:.3f}"
+    )
+    return table
+
+
+if __name__ == "__main__":
+    sys.exit(main(tyro.cli(Options, prog="python -m benchmarks.run", config=(tyro.conf.FlagCreatePairsOff,))))

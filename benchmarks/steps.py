@@ -1,0 +1,148 @@
+"""The step of VC SGLDLP-L over the weights of a ResNet-18, against drawing one normal number for each weight.
+
+Two ways: on int8 codes in place, all tensors in one call of the kernels, and the whole of `SGLD.step` on float32 parameters,
+with its Python and its check of the gradients. Gradients are quantised too.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+import qlangevin as ql
+from qlangevin import native
+from qlangevin.steps import parameter_key
+
+from .timing import WALL, Contestant, Goal, Row, measure
+
+LR, TEMPERATURE, WEIGHT_DECAY = 0.1, 1.0, 1e-4
+RESTART = 16  # steps after which a chain goes back to its start: with gradients that lead nowhere it would drift away
+RANDN = "torch.randn, no allocation"
+# (name, format, N). With CIFAR's N the noise is below v_0 on fixed8.6, and no Gaussian is drawn; with N = 1000 it is above.
+CASES = (("fixed8.6", "fixed8.6", 50_000), ("fixed8.6, N = 1000", "fixed8.6", 1000), ("bfp8", "bfp8", 50_000))
+
+
+def resnet18() -> list[torch.Size]:
+    """The shapes of the CIFAR ResNet-18's parameters: 11 173 962 weights."""
+    shapes: list[tuple[int, ...]] = [(64, 3, 3, 3), (64,), (64,)]
+    before = 64
+    for width in (64, 128, 256, 512):
+        for inputs in (before, width):
+            shapes += [(width, inputs, 3, 3), (width,), (width,), (width, width, 3, 3), (width,), (width,)]
+            if inputs != width:
+                shapes += [(width, inputs, 1, 1), (width,), (width,)]
+        before = width
+    return [torch.Size(shape) for shape in [*shapes, (10, 512), (10,)]]
+
+
+def numel() -> int:
+    return sum(shape.numel() for shape in resnet18())
+
+
+def draws(seed: int) -> list[Tensor]:
+    """Standard normals for every shape."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator) for shape in resnet18()]
+
+
+def weights() -> list[Tensor]:
+    """As at the start of training: Kaiming's scale for matrices; ones and zeros for what follows them."""
+    tensors = draws(0)
+    for i, w in enumerate(tensors):
+        if w.dim() > 1:
+            w.mul_((2 / w[0].numel()) ** 0.5)
+        else:
+            w.fill_(float(tensors[i - 1].dim() > 1 and i < len(tensors) - 1))
+    return tensors
+
+
+class Chain:
+    """A chain that can be timed: ``run`` is one step; ``before``, not timed, takes it back to its start now and then."""
+
+    def __init__(self, step: Callable[[int], object], tensors: list[Tensor]) -> None:
+        self.step, self.steps = step, 0
+        self.tensors, self.start = tensors, [t.detach().clone() for t in tensors]
+
+    def run(self) -> None:
+        self.steps += 1
+        self.step(self.steps)
+
+    @torch.no_grad()
+    def before(self) -> None:
+        if self.steps % RESTART == 0:
+            for now, start in zip(self.tensors, self.start, strict=True):
+                now.copy_(start)
+
+    def check(self) -> None:
+        """A chain that stands still, or has run against the end of its range, would be no measure of anything."""
+        largest = torch.iinfo(torch.int8).max if self.tensors[0].dtype == torch.int8 else float("inf")
+        count = sum(t.numel() for t in self.tensors)
+        moved = sum(int((t != s).sum()) for t, s in zip(self.tensors, self.start, strict=True)) / count
+        at_end = sum(int((t.abs() >= largest).sum()) for t in self.tensors) / count
+        if moved < 0.001 or at_end > 0.001:
+            raise RuntimeError(f"the chain is not alive: {moved:.2%} of its weights moved, {at_end:.2%} are saturated")
+
+
+def on_codes(format: str, num_data: int, gradients: list[Tensor]) -> Chain:
+    """VC SGLDLP-L on int8 codes. Every other step climbs, so that random gradients do not add up."""
+    parsed, variance = ql.parse(format), 2 * LR * TEMPERATURE / num_data
+    packed = [ql.encode(w, format) for w in weights()]
+
+    def step(k: int) -> None:
+        jobs = [
+            native.Job(None, q.codes, q.exponents, None, g, parameter_key(0, i, k))
+            for i, (q, g) in enumerate(zip(packed, gradients, strict=True))
+        ]
+        native.sgld(jobs, parsed, parsed, None, "corrected", LR, WEIGHT_DECAY, variance, maximize=k % 2 == 0)
+
+    return Chain(step, [q.codes for q in packed] + [q.exponents for q in packed if q.exponents is not None])
+
+
+def on_values(format: str, num_data: int, gradients: list[Tensor]) -> Chain:
+    """The same as an optimizer over float32 parameters."""
+    parameters = [torch.nn.Parameter(w) for w in weights()]
+    for p, g in zip(parameters, gradients, strict=True):
+        p.grad = g
+    sampler = ql.SGLD(
+        parameters, LR, num_data, temperature=TEMPERATURE, weight_decay=WEIGHT_DECAY, weights=format, gradients=format
+    )
+    return Chain(lambda k: sampler.step(), list(parameters))
+
+
+def run(seconds: float) -> list[Row]:
+    """All cases with one thread, then with two if there are two processors."""
+    gradients = [g.mul_(1e-3) for g in draws(1)]
+    chains = {f"codes, {name}": on_codes(format, n, gradients) for name, format, n in CASES}
+    chains |= {f"SGLD.step, {name}": on_values(format, n, gradients) for name, format, n in CASES}
+    contestants = {name: Contestant(chain.run, before=chain.before) for name, chain in chains.items()}
+    count = numel()
+    normals = Contestant(partial(torch.randn, count, out=torch.empty(count)))
+    times = {name: t / count * 1e9 for name, t in measure(contestants | {RANDN: normals}, seconds / 2).items()}
+    group, goal = f"one step, {count / 1e6:.2f}M weights, one thread", Goal("<", 1)
+    rows = [Row(group, name, times[name], "ns", RANDN, times[RANDN], "time", goal) for name in contestants]
+    rows += two_threads(contestants, seconds / 2) if (os.cpu_count() or 1) > 1 else []
+    for chain in chains.values():
+        chain.check()
+    return rows
+
+
+def two_threads(contestants: dict[str, Contestant], seconds: float) -> list[Row]:
+    """The gain from a second thread, and for comparison that of a torch function which only computes."""
+    x = torch.linspace(-3, 3, 1 << 19)
+    contestants = contestants | {"torch.lgamma": Contestant(partial(torch.lgamma, x, out=torch.empty_like(x)))}
+    both = {
+        f"{name} {threads}": Contestant(c.run, threads, c.before)
+        for name, c in contestants.items()
+        for threads in (1, 2)
+    }
+    times = {name: t * 1e3 for name, t in measure(both, seconds, WALL).items()}
+    rows = []
+    for name in contestants:
+        goal = None if name.startswith("torch") else Goal(">=", 1.8)
+        one, two = times[f"{name} 1"], times[f"{name} 2"]
+        rows.append(Row("one step, two threads", name, two, "ms", "one thread", one, "speed", goal))
+    return rows

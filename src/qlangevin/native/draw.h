@@ -1,0 +1,145 @@
+// Loops over elements with their random numbers beside them; and the formats where every element stands alone.
+#pragma once
+
+#include "rounding.h"
+
+namespace {
+
+using namespace qlangevin;
+
+// The random numbers of one purpose, a window at a time: blocks begin anywhere, counters at multiples of a tile.
+class Bits {
+  public:
+    Bits(const Source &source, uint32_t purpose, bool normal, int64_t end)
+        : source_(source), purpose_(purpose), normal_(normal), end_(end) {}
+
+    // The numbers of element `at` and those after it; `count` is lowered to how many are at hand.
+    const float *take(int64_t at, int64_t &count) {
+        if (at < from_ || at >= to_) {
+            from_ = at / kTile * kTile;
+            const int64_t tiles = (end_ - from_ + kTile - 1) / kTile;
+            const int some = int(tiles < kWindow / kTile ? tiles : kWindow / kTile);
+            (normal_ ? normal_tiles : uniform_tiles)(source_, purpose_, uint64_t(from_ / kTile), some, window_);
+            to_ = from_ + some * kTile;
+        }
+        if (count > to_ - at) count = to_ - at;
+        return window_ + (at - from_);
+    }
+
+    // The number of one element.
+    float one(int64_t at) const {
+        if (at >= from_ && at < to_) return window_[at - from_];
+        float tile[kTile];
+        (normal_ ? normal_tiles : uniform_tiles)(source_, purpose_, uint64_t(at / kTile), 1, tile);
+        return tile[at % kTile];
+    }
+
+  private:
+    static constexpr int64_t kWindow = 1024;  // 4 KiB: two of these and the data stay in the first-level cache
+    const Source &source_;
+    const uint32_t purpose_;
+    const bool normal_;
+    const int64_t end_;
+    int64_t from_ = 0, to_ = 0;
+    alignas(64) float window_[kWindow];
+};
+
+// Variances: the same for all elements, or one each.
+struct Same {
+    static constexpr bool kSame = true;
+    float value;
+    template <class P> F at(int64_t, P) const { return all(value); }
+    float greatest(int64_t) const { return value; }
+    Same operator+(int64_t) const { return *this; }
+};
+struct Each {
+    static constexpr bool kSame = false;
+    const float *values;
+    template <class P> F at(int64_t i, P part) const { return part.load(values + i); }
+    float greatest(int64_t n) const { return largest(values, n); }
+    Each operator+(int64_t i) const { return {values + i}; }
+};
+
+// Calls body(i, part, u, xi) for n elements that begin at index `at` of the tensor, a vector at a time.
+template <class Body>
+inline __attribute__((always_inline)) void with_bits(int64_t at, int64_t n, Bits &uniform, Bits *normal, const Body &body) {
+    for (int64_t i = 0, count; i < n; i += count) {
+        count = n - i;
+        const float *u = uniform.take(at + i, count);
+        const float *xi = normal ? normal->take(at + i, count) : u;  // not used if there is no Gaussian part
+        lanes(count, [=](int64_t j, auto part) { body(i + j, part, part.load(u + j), part.load(xi + j)); });
+    }
+}
+
+// ---- fixed point. Loops capture by value: what they hold must not seem to change with what they store.
+
+void nearest_fixed(const float *x, float *out, int64_t n, const Grid &grid) {
+    const Gap g(grid.min_gap);
+    lanes(n, [=, low = grid.low, high = grid.high](int64_t i, auto part) {
+        const F from = part.load(x + i);
+        part.store(out + i, onto(nearest_integer(g.of(from)), all(g.gap), low, high, from));
+    });
+}
+
+void stochastic_fixed(const float *x, float *out, int64_t at, int64_t n, const Grid &grid, Bits &uniform) {
+    const Gap g(grid.min_gap);
+    with_bits(at, n, uniform, nullptr, [=, low = grid.low, high = grid.high](int64_t i, auto part, F u, F) {
+        const F from = part.load(x + i);
+        part.store(out + i, onto(settle_stochastic(g.of(from), u), all(g.gap), low, high, from));
+    });
+}
+
+template <class V>
+void corrected_fixed(const float *mu, V v, float *out, int64_t at, int64_t n, const Grid &grid, Bits &uniform, Bits &normal) {
+    const Gap g(grid.min_gap);
+    const float low = grid.low, high = grid.high;
+    if (g.variance_of(all(v.greatest(n)))[0] <= 0.25f)
+        with_bits(at, n, uniform, nullptr, [=](int64_t i, auto part, F u, F) {
+            const F from = part.load(mu + i), s = g.variance_of(v.at(i, part));
+            part.store(out + i, onto(settle_discrete(g.of(from), s, u), all(g.gap), low, high, from));
+        });
+    else
+        with_bits(at, n, uniform, &normal, [=](int64_t i, auto part, F u, F xi) {
+            const F from = part.load(mu + i), s = g.variance_of(v.at(i, part));
+            const F code = V::kSame ? settle_gaussian(g.of(from), s, u, xi) : settle(g.of(from), s, s > 0.25f, u, xi);
+            part.store(out + i, onto(code, all(g.gap), low, high, from));
+        });
+}
+
+// ---- floating point: every element has its own gap
+
+void nearest_float(const float *x, float *out, int64_t n, const Grid &grid) {
+    lanes(n, [=, grid = grid](int64_t i, auto part) {
+        const F from = part.load(x + i);
+        const Gaps g(float_gap(from, grid));
+        part.store(out + i, onto(nearest_integer(g.of(from)) * g.gap, g.down, grid.low, grid.high, from));
+    });
+}
+
+void stochastic_float(const float *x, float *out, int64_t at, int64_t n, const Grid &grid, Bits &uniform) {
+    with_bits(at, n, uniform, nullptr, [=, grid = grid](int64_t i, auto part, F u, F) {
+        const F from = part.load(x + i);
+        const Gaps g(float_gap(from, grid));
+        part.store(out + i, onto(settle_stochastic(g.of(from), u) * g.gap, g.down, grid.low, grid.high, from));
+    });
+}
+
+template <class V>
+void corrected_float(const float *mu, V v, float *out, int64_t at, int64_t n, const Grid &grid, Bits &uniform, Bits &normal) {
+    const float fit = float(kSlack / (double(grid.top) - 1.5));
+    with_bits(at, n, uniform, &normal, [=, grid = grid](int64_t i, auto part, F u, F xi) {
+        const F from = part.load(mu + i), variance = v.at(i, part), sigma = root(variance);
+        const F room = lesser(sigma, (magnitude(from) + sigma * kNormalBound) * fit);
+        const I e = lesser(greater(float_gap(from, grid), ceil_log2(room)), I{} + grid.max_gap);
+        const Gaps g(e);
+        const F y = g.of(from), s = g.variance_of(variance);
+        const I gaussian = (s > 0.25f) & (reaches(y, s) <= grid.top);
+        const I twice = ~gaussian & ~feasible(y, s, grid.top) & (e < grid.max_gap);
+        const F half = twice ? all(0.5f) : all(1.0f);
+        const F narrow = settle_wide(y * half, s * (half * half), u, grid.top) / half;
+        const F code = gaussian ? settle(y, s, gaussian, u, xi) : narrow;
+        part.store(out + i, onto(code * g.gap, g.down, grid.low, grid.high, from));
+    });
+}
+
+}  // namespace
