@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -39,6 +39,7 @@ RECORDS = 200  # times each chain is looked at; between them it forgets little, 
 MAX_STEPS = 10**8
 
 Step: TypeAlias = Callable[[Tensor, float, Tensor, Format, Key], Tensor]  # (θ, α, 2α, format, key) -> θ'
+Exact: TypeAlias = tuple[float | None, float | None]  # variance and W2
 
 
 def sgldlp_f(theta: Tensor, alpha: float, variance: Tensor, format: Format, key: Key) -> Tensor:
@@ -133,7 +134,9 @@ class Row:
     @property
     def z(self) -> float | None:
         """(sampled - exact) / standard error of the variance."""
-        return None if self.exact_variance is None else (self.variance - self.exact_variance) / self.standard_error
+        if self.exact_variance is None or self.standard_error == 0:
+            return None
+        return (self.variance - self.exact_variance) / self.standard_error
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,16 +154,16 @@ def run(settings: Settings, progress: Callable[[str, int], None] = lambda label,
     points = theory.grid(settings.format)
     rows: list[Row] = []
     shares: list[Tensor] = []
-    quantize(
-        torch.zeros(1), settings.format
-    )  # the first call of an operator takes a second, which is not the sampler's
+    # The first call of an operator takes a second, which is not the sampler's.
+    quantize(torch.zeros(1), settings.format)
     for alpha in settings.stepsizes:
         for name in METHODS:
             key = Key(settings.seed).fold(len(rows))
+            known = exact(name, alpha, settings.format)
             before = time.perf_counter()
             samples = _sample(name, alpha, settings, key, progress)
             seconds = time.perf_counter() - before
-            rows.append(_summary(name, alpha, settings, samples, seconds))
+            rows.append(_summary(name, alpha, settings, samples, known, seconds))
             shares.append(_shares(samples, points))
     return Result(settings, points, tuple(rows), tuple(shares))
 
@@ -182,29 +185,32 @@ def _sample(name: str, alpha: float, settings: Settings, key: Key, progress: Cal
     return torch.stack(records)
 
 
-def _summary(name: str, alpha: float, settings: Settings, samples: Tensor, seconds: float) -> Row:
+def _summary(name: str, alpha: float, settings: Settings, samples: Tensor, known: Exact, seconds: float) -> Row:
     samples = samples.double()
     values, counts = torch.unique(samples, return_counts=True)
-    mean = samples.mean()
-    of_chains = (samples - mean).square().mean(0)  # chains are independent, moments of one chain are not
+    of_chains = (samples - samples.mean()).square().mean(0)  # chains are independent, the moments of one chain are not
     steps, burn_in = settings.schedule(alpha)
-    row = Row(
+    return Row(
         stepsize=alpha,
         method=name,
         variance=float(of_chains.mean()),
         standard_error=float(of_chains.std()) / math.sqrt(settings.parallel),
-        exact_variance=accumulator_variance(settings.format, alpha),
-        w2=theory.wasserstein2(values, counts / samples.numel(), Normal(0.0, 1.0)),
-        exact_w2=None,
+        exact_variance=known[0],
+        w2=theory.wasserstein2(values, counts.double() / samples.numel(), Normal(0.0, 1.0)),
+        exact_w2=known[1],
         steps=steps,
         burn_in=burn_in,
         chain_steps=steps * settings.parallel,
         seconds=seconds,
     )
+
+
+def exact(name: str, alpha: float, format: str) -> Exact:
+    """What a method converges to, as far as it is known exactly."""
     if name == "SGLDLP-F":
-        return row
-    law = theory.stationary(settings.format, alpha, "corrected" if name == "VC SGLDLP-L" else "stochastic")
-    return replace(row, exact_variance=law.variance, exact_w2=law.w2)
+        return accumulator_variance(format, alpha), None
+    law = theory.stationary(format, alpha, "corrected" if name == "VC SGLDLP-L" else "stochastic")
+    return law.variance, law.w2
 
 
 def accumulator_variance(format: Format | str, alpha: float) -> float | None:
