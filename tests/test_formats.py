@@ -6,10 +6,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from strategies import formats
 
 from qlangevin import BF16, FP8_E4M3, FP8_E5M2, FP16, FP32, BlockFloat, FixedPoint, Float, Format, parse, quantize
 from qlangevin.formats import check_holds
-from strategies import formats
 
 
 @given(formats())

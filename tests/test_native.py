@@ -4,12 +4,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from strategies import NAMES
 from torch import Tensor
 
 from qlangevin import Key, corrected, encode, native, parse, quantize
 from qlangevin.ops import Rounding
 from qlangevin.steps import Update, update, update_codes_
-from strategies import NAMES
 
 pytestmark = pytest.mark.skipif(not native.available, reason="no compiled kernels")
 

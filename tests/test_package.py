@@ -22,7 +22,19 @@ PACKAGE = ROOT / "src" / "qlangevin"
 
 # Data flows down: a module imports only from those before it. "" is the package itself, its public names.
 ORDER = [
-    *["formats", "random", "rounding", "ops", "native", "qtensor", "steps", "samplers", "schedules", "lowering", "store"],
+    *[
+        "formats",
+        "random",
+        "rounding",
+        "ops",
+        "native",
+        "qtensor",
+        "steps",
+        "samplers",
+        "schedules",
+        "lowering",
+        "store",
+    ],
     *["posterior", "metrics", "diagnostics", "theory", "distributed"],
     "",  # the library ends here
     *["experiments.data", "experiments.models", "experiments.methods", "experiments.gaussian"],

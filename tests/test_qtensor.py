@@ -4,9 +4,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from strategies import NAMES, formats
 
 from qlangevin import FP8_E4M3, FP8_E5M2, Float, Format, Key, QTensor, encode, parse, quantize
-from strategies import NAMES, formats
 
 
 @given(formats(), st.integers(0, 2**32), st.floats(-40, 40))

@@ -4,14 +4,17 @@ The z-tests draw tens of thousands of numbers with fixed seeds and fail beyond |
 probability 4e-8 a comparison: with fewer than 10^4 comparisons the false-alarm rate of the file is below 4e-4.
 """
 
+from typing import get_args
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from strategies import NAMES, formats
 from torch import Tensor
 
 from qlangevin import BlockFloat, FixedPoint, Float, Format, Key, corrected, parse, quantize, rounding
-from strategies import NAMES, formats
+from qlangevin.ops import Algorithm
 
 Z = 5.5
 COUNT = 5000
@@ -19,7 +22,7 @@ COUNT = 5000
 
 def scores(drawn: Tensor, mean: Tensor) -> Tensor:
     """z-scores of the column means."""
-    error = drawn.double().std(0) / len(drawn) ** 0.5
+    error = (drawn.double().var(0) / len(drawn)).sqrt()
     return (drawn.double().mean(0) - mean.double()) / error.clamp_min(1e-30)
 
 
@@ -52,7 +55,9 @@ def test_three_outcomes_are_the_papers_categorical() -> None:
     assert torch.allclose(p_down, (0.25 + r * r - r) / 2, rtol=0, atol=1e-15)
 
 
-@pytest.mark.parametrize("name", ["fixed8.3", "fixed4.1", "e4m3", "e2m1", "e3m0", "fp8_e5m2", "bfp8/1", "bfp4/1", "bfp2/1"])
+@pytest.mark.parametrize(
+    "name", ["fixed8.3", "fixed4.1", "e4m3", "e2m1", "e3m0", "fp8_e5m2", "bfp8/1", "bfp4/1", "bfp2/1"]
+)
 def test_below_v0_enumerated_moments_are_exact_wherever_v_exceeds_v_s(name: str) -> None:
     # The uniform runs through all of a fine grid, so means over it are exact to the grid: no chance is involved.
     format, steps = parse(name), 4096
@@ -96,7 +101,9 @@ def test_above_v0_moments_are_exact_by_quadrature(name: str) -> None:
 
 
 @given(formats(), st.integers(0, 2**32), st.floats(-40, 40))
-def test_results_are_on_the_grid_and_quantizing_twice_is_quantizing_once(f: Format, seed: int, magnitude: float) -> None:
+def test_results_are_on_the_grid_and_quantizing_twice_is_quantizing_once(
+    f: Format, seed: int, magnitude: float
+) -> None:
     x = torch.randn(5, 9, generator=torch.Generator().manual_seed(seed)) * 2.0**magnitude
     key = Key(seed)
     results = [quantize(x, f), quantize(x, f, "stochastic", key)]
@@ -175,9 +182,9 @@ def test_algorithm_5_as_printed_misses_it_where_the_block_crosses() -> None:
     ratios = (crossed - mu).square().double().mean(0)[1:] / v
     assert ((ratios > 1.2) & (ratios < 1.35)).all()
     far_up = torch.tensor([129.9, -50.3, 0.1, 3.3]) * DELTA  # beyond: Δ(μ) is already that of the upper binade
-    assert (draw_blocks(far_up, v * 4, "bfp8", "paper") - far_up).square().double().mean(0)[1:] / (v * 4) == pytest.approx(
-        torch.ones(3, dtype=torch.float64), abs=0.05
-    )
+    assert (draw_blocks(far_up, v * 4, "bfp8", "paper") - far_up).square().double().mean(0)[1:] / (
+        v * 4
+    ) == pytest.approx(torch.ones(3, dtype=torch.float64), abs=0.05)
 
 
 def test_where_every_block_crosses_algorithm_5_is_half_as_much_again() -> None:
@@ -231,7 +238,7 @@ def test_the_mean_is_right_in_every_format(name: str) -> None:
 def test_algorithm_2_as_printed_has_the_same_moments() -> None:
     mu = torch.linspace(-1, 1, 23)
     for v in (1e-5, 1e-3, 3e-3, 1e-2, 0.1):
-        ours, printed = (corrected(mu.expand(COUNT, -1), v, "fixed8.3", Key(4), a) for a in ("exact", "paper"))  # type: ignore[arg-type]
+        ours, printed = (corrected(mu.expand(COUNT, -1), v, "fixed8.3", Key(4), a) for a in get_args(Algorithm))
         for drawn in (ours, printed):
             assert scores(drawn, mu)[(drawn != drawn[0]).any(0)].abs().max() < Z  # on a grid point it may not move
         spread = [((d - mu).square()).double() for d in (ours, printed)]

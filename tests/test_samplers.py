@@ -78,7 +78,9 @@ def test_parameters_are_on_the_grid_from_construction_on() -> None:
 
 def test_one_step_is_the_equation() -> None:
     theta = nn.Parameter(torch.randn(40, 9, generator=torch.Generator().manual_seed(0)))
-    sampler = SGLD([theta], lr=0.1, num_data=50, temperature=0.5, weight_decay=0.01, weights="bfp8", gradients="bfp8", seed=9)
+    sampler = SGLD(
+        [theta], lr=0.1, num_data=50, temperature=0.5, weight_decay=0.01, weights="bfp8", gradients="bfp8", seed=9
+    )
     start = theta.detach().clone()
     theta.grad = torch.randn(40, 9, generator=torch.Generator().manual_seed(1))
     sampler.step()
@@ -150,7 +152,10 @@ def test_continuing_after_a_load_equals_not_having_stopped(method: str, dtype: t
 
 def test_groups_override_any_setting() -> None:
     a, b, c = (nn.Parameter(torch.full((4,), 0.3)) for _ in range(3))
-    groups = [{"params": [a]}, {"params": [b], "weights": "fixed4.1", "lr": 0.0, "temperature": 0.0}]
+    groups: list[dict[str, Any]] = [
+        {"params": [a]},
+        {"params": [b], "weights": "fixed4.1", "lr": 0.0, "temperature": 0.0},
+    ]
     sampler = SGLD(groups, lr=0.1, num_data=10, weights="fixed8.3", seed=1)
     sampler.add_param_group({"params": [c], "weights": None, "temperature": 0.0, "maximize": True})
     assert parse("fixed4.1").is_representable(b.detach()).all()
@@ -188,15 +193,16 @@ def test_closures_are_called_with_gradients_on() -> None:
 
 def test_frozen_missing_and_shared_parameters() -> None:
     shared = nn.Linear(4, 4, bias=False)
-    model = nn.Sequential(shared, nn.ReLU(), shared, nn.Linear(4, 2))
-    model[3].bias.requires_grad_(False)
+    last = nn.Linear(4, 2)
+    model = nn.Sequential(shared, nn.ReLU(), shared, last)
+    last.bias.requires_grad_(False)
     sampler = SGLD(model.parameters(), 0.1, 100, weights="bfp8", weight_decay=0.1)
-    frozen = model[3].bias.detach().clone()
+    frozen = last.bias.detach().clone()
     model(torch.randn(3, 4)).sum().backward()
     sampler.step()
-    assert torch.equal(model[3].bias, frozen)
+    assert torch.equal(last.bias, frozen)
     assert sampler.state[shared.weight]["step"] == 1
-    assert sampler.state[model[3].bias]["step"] == 0
+    assert sampler.state[last.bias]["step"] == 0
 
 
 @pytest.mark.parametrize("method", ["VC SGLDLP-L", "SGLDLP-F", "naive SGLDLP-L"])
@@ -250,7 +256,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(bad: float) -> None:
     model, x, y = problem()
     sampler = SGLD(model.named_parameters(), 0.1, 100, weights="bfp8", accumulator="fp32")
     backward(model, x, y)
-    model[2].bias.grad[1] = bad  # type: ignore[index, union-attr]
+    model[2].bias.grad[1] = bad  # type: ignore[index]
     before, state = values(model), copy.deepcopy(sampler.state_dict())
     with pytest.raises(FloatingPointError, match=r"parameter '2.bias' .* no parameter was changed"):
         sampler.step()
@@ -317,7 +323,23 @@ def test_autograd_notices_that_parameters_changed() -> None:
 
 def test_the_step_is_an_operator_that_keeps_torchs_rules() -> None:
     theta, gradient = quantize(torch.randn(4, 3), "bfp8"), torch.randn(4, 3)
-    arguments = ([theta], [], [gradient], 0.1, 0.0, 1e-3, "bfp8", None, None, "corrected", "exact", False, 0, [0], [1])
+    arguments: tuple[Any, ...] = (
+        [theta],
+        [],
+        [gradient],
+        0.1,
+        0.0,
+        1e-3,
+        "bfp8",
+        None,
+        None,
+        "corrected",
+        "exact",
+        False,
+        0,
+        [0],
+        [1],
+    )
     torch.library.opcheck(sgld_op, arguments, test_utils=["test_schema", "test_faketensor"])
 
 

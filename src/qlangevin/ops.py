@@ -7,6 +7,8 @@ would no longer give the same bits.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, Literal, TypeAlias, cast
 
@@ -23,6 +25,34 @@ Rounding: TypeAlias = Literal["nearest", "stochastic", "corrected"]
 Algorithm: TypeAlias = Literal["exact", "paper"]
 
 parse = lru_cache(maxsize=256)(formats.parse)
+
+
+_library = torch.library.Library("qlangevin", "FRAGMENT")
+
+
+def operator(name: str, mutates: tuple[str, ...] = ()) -> Callable[[Callable[..., Any]], Any]:
+    """Make a function the operator ``qlangevin::name``, its body for every device.
+
+    `torch.library.custom_op` does as much, but brings in the compiler at the first call (seconds) and doubles the cost of
+    the others.
+    """
+
+    def register(body: Callable[..., Any]) -> Any:
+        _library.define(name + torch.library.infer_schema(body, mutates_args=mutates), tags=torch.Tag.pt2_compliant_tag)
+        _library.impl(name, body, "CompositeExplicitAutograd")
+        return getattr(torch.ops.qlangevin, name).default
+
+    return register
+
+
+def on_cpu(name: str, body: Callable[..., Any]) -> None:
+    """Give an operator another body for the CPU."""
+    _library.impl(name, body, "CPU")
+
+
+def fake(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Say what an operator returns for tensors that have a shape but no numbers."""
+    return cast(Callable[..., Any], torch.library.register_fake(f"qlangevin::{name}", lib=_library))
 
 
 def choose(name: str, value: object, allowed: tuple[str, ...]) -> None:
@@ -51,7 +81,7 @@ def check(x: Tensor, format: str) -> Format:
     return parsed
 
 
-@torch.library.custom_op("qlangevin::quantize", mutates_args=())
+@operator("quantize")
 def quantize_op(x: Tensor, format: str, rounding_: str, seed: int, stream: int, step: int, purpose: int) -> Tensor:
     """Q^d or Q^s; see `quantize`."""
     parsed = check(x, format)
@@ -59,7 +89,7 @@ def quantize_op(x: Tensor, format: str, rounding_: str, seed: int, stream: int, 
     return rounding.quantize_values(values, parsed, rounding_, key_of(seed, stream, step), purpose).to(x.dtype)
 
 
-@torch.library.custom_op("qlangevin::corrected", mutates_args=())
+@operator("corrected")
 def corrected_op(
     mu: Tensor, variance: Tensor, format: str, algorithm: str, seed: int, stream: int, step: int
 ) -> Tensor:
@@ -74,27 +104,30 @@ def corrected_op(
 def check_variance(variance: Tensor, mu: Tensor, dtype: torch.dtype) -> Tensor:
     """The variance as the computation takes it. Reads the tensor, so it belongs inside an operator."""
     spread = variance.to(mu.device, dtype).contiguous()
-    good = (spread >= 0) & spread.isfinite()
-    if not bool(good.all()):
-        worst = variance.to(mu.device)[~good].flatten()[0].item()
+    if spread.dim() == 0:
+        worst = None if 0 <= spread.item() < math.inf else variance.item()
+    else:
+        good = (spread >= 0) & spread.isfinite()
+        worst = None if bool(good.all()) else variance.to(mu.device)[~good].flatten()[0].item()
+    if worst is not None:
         raise ValueError(f"variance must be a finite {dtype} and not negative, got {worst}")
     return spread
 
 
-@quantize_op.register_fake
+@fake("quantize")
 def _(x: Tensor, format: str, *_: Any) -> Tensor:
     check(x, format)
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-@corrected_op.register_fake
+@fake("corrected")
 def _(mu: Tensor, variance: Tensor, format: str, *_: Any) -> Tensor:
     check(mu, format)
     return torch.empty_like(mu, memory_format=torch.contiguous_format)
 
 
-quantize_op.register_autograd(lambda ctx, grad: (grad, *[None] * 6))
-corrected_op.register_autograd(lambda ctx, grad: (grad, *[None] * 6))
+for _name in ("quantize", "corrected"):  # straight through to the first argument
+    torch.library.register_autograd(f"qlangevin::{_name}", lambda ctx, grad: (grad, *[None] * 6), lib=_library)
 
 
 def quantize(x: Tensor, format: str | Format, rounding: Rounding = "nearest", key: Key | None = None) -> Tensor:

@@ -80,7 +80,7 @@ def encode(x: Tensor, format: str | Format, rounding: Rounding = "nearest", key:
     return QTensor(codes, exponents if isinstance(parsed, BlockFloat) else None, parsed, x.shape, x.dtype)
 
 
-@torch.library.custom_op("qlangevin::encode", mutates_args=())
+@ops.operator("encode")
 def encode_op(values: Tensor, format: str) -> tuple[Tensor, Tensor]:
     """(codes, exponents) of float32 numbers on the grid, one code an element; formats without blocks have no exponents."""
     if bool(values.isnan().any()):
@@ -95,7 +95,7 @@ def encode_op(values: Tensor, format: str) -> tuple[Tensor, Tensor]:
     return codes, exponents
 
 
-@torch.library.custom_op("qlangevin::decode", mutates_args=())
+@ops.operator("decode")
 def decode_op(codes: Tensor, exponents: Tensor | None, format: str) -> Tensor:
     """The float32 numbers of unpacked codes."""
     parsed = ops.parse(format)
@@ -113,12 +113,12 @@ def _empty_codes(values: Tensor, format: Format) -> tuple[Tensor, Tensor]:
     )
 
 
-@encode_op.register_fake
+@ops.fake("encode")
 def _(values: Tensor, format: str) -> tuple[Tensor, Tensor]:
     return _empty_codes(values, ops.parse(format))
 
 
-@decode_op.register_fake
+@ops.fake("decode")
 def _(codes: Tensor, exponents: Tensor | None, format: str) -> Tensor:
     return codes.new_empty(codes.shape, dtype=torch.float32)
 

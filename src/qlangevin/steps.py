@@ -104,7 +104,7 @@ def update_codes_(theta: QTensor, gradient: Tensor, settings: Update, key: Key) 
         theta.exponents.copy_(new.exponents)
 
 
-@torch.library.custom_op("qlangevin::sgld_", mutates_args=("thetas", "accumulators"))
+@ops.operator("sgld_", mutates=("thetas", "accumulators"))
 def sgld_op(
     thetas: list[Tensor], accumulators: list[Tensor], gradients: list[Tensor], lr: float, weight_decay: float,
     variance: float, weights: str | None, gradients_: str | None, accumulator: str | None, rounding: str, algorithm: str,
@@ -126,9 +126,10 @@ def sgld_op(
     for theta, job in jobs:
         if job.values is not None and job.values.data_ptr() != theta.data_ptr():
             theta.copy_(job.values)
+        torch.autograd.graph.increment_version(theta)  # autograd does not see what the kernels write
 
 
-@sgld_op.register_fake
+@ops.fake("sgld_")
 def _(thetas: list[Tensor], accumulators: list[Tensor], gradients: list[Tensor], *_: Any) -> None:
     return None
 

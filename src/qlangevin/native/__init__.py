@@ -21,13 +21,13 @@ from ..formats import FP32, BlockFloat, FixedPoint, Format
 from ..random import Key
 
 try:
-    from . import _kernels
+    from . import _kernels as kernels
 except ImportError:
-    _kernels = None  # type: ignore[assignment]
+    kernels = None  # type: ignore[assignment]
 
 __all__ = ["available", "disabled", "level", "levels", "use_level"]
 
-available: bool = _kernels is not None
+available: bool = kernels is not None
 _enabled = available
 _ROUNDINGS = {"nearest": 0, "stochastic": 1, "corrected": 2}
 
@@ -57,34 +57,34 @@ def enabled_for(*tensors: Tensor) -> bool:
 
 def levels() -> list[str]:
     """The instruction sets the kernels were compiled for that this machine has, best last."""
-    return list(_kernels.levels()) if available else []
+    return list(kernels.levels()) if available else []
 
 
 def level() -> str:
     """The instruction set in use."""
-    return str(_kernels.level()) if available else "none"
+    return str(kernels.level()) if available else "none"
 
 
 def use_level(name: str) -> None:
     """Use another instruction set; results do not change."""
     if name not in levels():
         raise ValueError(f"level must be one of {', '.join(levels()) or 'none'}, got {name!r}")
-    _kernels.use_level(name)
+    kernels.use_level(name)
 
 
 @lru_cache(maxsize=4096)
-def grid(format: Format | None, shape: torch.Size) -> _kernels.Grid:
+def grid(format: Format | None, shape: torch.Size) -> kernels.Grid:
     """A format as the numbers the kernels take, for tensors of one shape."""
     if format is None or format == FP32:
-        return _kernels.Grid(0, 0, 0, 0, 0.0, 0.0, 0.0, 1, 1)
+        return kernels.Grid(0, 0, 0, 0, 0.0, 0.0, 0.0, 1, 1)
     if isinstance(format, FixedPoint):
-        return _kernels.Grid(1, 0, -format.frac, -format.frac, 0.0, format.low, format.high, 1, 1)
+        return kernels.Grid(1, 0, -format.frac, -format.frac, 0.0, format.low, format.high, 1, 1)
     if isinstance(format, BlockFloat):
         line, size = format.layout(shape)
         limits = (format.min_gap_exponent, format.max_gap_exponent)
-        return _kernels.Grid(2, format.bits - 2, *limits, format.top, format.low, format.high, line, size)
+        return kernels.Grid(2, format.bits - 2, *limits, format.top, format.low, format.high, line, size)
     limits = (format.min_gap_exponent, format.max_gap_exponent)
-    return _kernels.Grid(3, format.man, *limits, format.top, format.low, format.high, 1, 1)
+    return kernels.Grid(3, format.man, *limits, format.top, format.low, format.high, 1, 1)
 
 
 def _quantize(x: Tensor, format: str, rounding_: str, seed: int, stream: int, step: int, purpose: int) -> Tensor:
@@ -110,7 +110,7 @@ def run(x: Tensor, format: Format, rounding_: str, key: Key, purpose: int, varia
     out = torch.empty_like(x)
     scalar = float(variance) if variance is not None and variance.dim() == 0 else 0.0
     each = variance.data_ptr() if variance is not None and variance.dim() else 0
-    _kernels.quantize(
+    kernels.quantize(
         x.data_ptr(), out.data_ptr(), x.numel(), grid(format, x.shape), _ROUNDINGS[rounding_],
         key.seed, key.stream, key.step, purpose, scalar, each, torch.get_num_threads(),
     )  # fmt: skip
@@ -121,7 +121,7 @@ def draw(key: Key, count: int, purpose: int, normal: bool) -> Tensor:
     """`random.uniform` or `random.normal` from the kernels."""
     out = torch.empty(count)
     bits = (key.seed, key.stream, key.step)
-    _kernels.draw(out.data_ptr(), count, normal, *bits, purpose, torch.get_num_threads())
+    kernels.draw(out.data_ptr(), count, normal, *bits, purpose, torch.get_num_threads())
     return out
 
 
@@ -133,13 +133,13 @@ def recode(values: Tensor, codes: Tensor, exponents: Tensor | None, format: Form
         return
     where = (values.data_ptr(), codes.data_ptr(), exponents.data_ptr() if exponents is not None else 0)
     threads = torch.get_num_threads()
-    _kernels.recode(*where, codes.itemsize, codes.numel(), grid(format, codes.shape), encode, threads)
+    kernels.recode(*where, codes.itemsize, codes.numel(), grid(format, codes.shape), encode, threads)
 
 
 def first_not_finite(tensors: list[Tensor]) -> int:
     """The index of the first of these contiguous float32 tensors that holds an infinity or a NaN, or -1."""
     addresses, numels = [t.data_ptr() for t in tensors], [t.numel() for t in tensors]
-    return int(_kernels.first_not_finite(addresses, numels, torch.get_num_threads()))
+    return int(kernels.first_not_finite(addresses, numels, torch.get_num_threads()))
 
 
 class Job(NamedTuple):
@@ -168,7 +168,7 @@ def sgld(
         for job in jobs
     ]  # fmt: skip
     seed, threads = jobs[0].key.seed, torch.get_num_threads()
-    _kernels.sgld(tensors, seed, _ROUNDINGS[rounding_], lr, weight_decay, variance, maximize, threads)
+    kernels.sgld(tensors, seed, _ROUNDINGS[rounding_], lr, weight_decay, variance, maximize, threads)
 
 
 def _address(tensor: Tensor | None) -> int:
@@ -176,5 +176,5 @@ def _address(tensor: Tensor | None) -> int:
 
 
 if available:
-    ops.quantize_op.register_kernel("cpu")(_quantize)
-    ops.corrected_op.register_kernel("cpu")(_corrected)
+    ops.on_cpu("quantize", _quantize)
+    ops.on_cpu("corrected", _corrected)
