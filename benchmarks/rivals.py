@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+import subprocess
 import sysconfig
 from collections.abc import Callable
 from types import ModuleType
@@ -28,7 +29,7 @@ def module(name: str) -> ModuleType | str:
     logging.disable(logging.WARNING)  # torchao complains of what it cannot load, and we do not need
     try:
         return importlib.import_module(name)
-    except (ImportError, OSError, RuntimeError) as error:
+    except (ImportError, OSError, RuntimeError, subprocess.SubprocessError) as error:
         return str(error).strip().splitlines()[0][:120]
     finally:
         logging.disable(logging.NOTSET)

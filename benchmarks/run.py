@@ -36,14 +36,18 @@ class Options:
     """Print one JSON object instead of tables."""
     only: tuple[Part, ...] = PARTS
     """Which parts to run."""
+    level: str | None = None
+    """Use the kernels of another instruction set, such as avx2; torch has ATEN_CPU_CAPABILITY for that."""
 
 
 def main(options: Options) -> int:
     """Run the parts, print as they are done."""
+    if options.level is not None:
+        native.use_level(options.level)
     console = Console(quiet=options.json, width=None if sys.stdout.isatty() else 130)
-    messages = Console(stderr=True)
+    messages = Console(stderr=True, soft_wrap=True)
     about = machine()
-    console.print("  ".join(f"{name}: {value}" for name, value in about.items()), highlight=False)
+    console.print("  ".join(f"{name}: {value}" for name, value in about.items()), highlight=False, soft_wrap=True)
     if not native.available:
         messages.print("the native kernels are not installed: their times are left out")
     qtorch = import_qtorch(messages) if {"quantizers", "agreement"} & set(options.only) else None

@@ -21,7 +21,7 @@ from .timing import WALL, Contestant, Goal, Row, measure
 
 LR, TEMPERATURE, WEIGHT_DECAY = 0.1, 1.0, 1e-4
 RESTART = 16  # steps after which a chain goes back to its start: with gradients that lead nowhere it would drift away
-RANDN = "torch.randn, no allocation"
+RANDN, CONTROL = "torch.randn, no allocation", "torch.lgamma, for comparison"
 # (name, format, N). With CIFAR's N the noise is below v_0 on fixed8.6, and no Gaussian is drawn; with N = 1000 it is above.
 CASES = (("fixed8.6", "fixed8.6", 50_000), ("fixed8.6, N = 1000", "fixed8.6", 1000), ("bfp8", "bfp8", 50_000))
 
@@ -131,18 +131,21 @@ def run(seconds: float) -> list[Row]:
 
 
 def two_threads(contestants: dict[str, Contestant], seconds: float) -> list[Row]:
-    """The gain from a second thread, and for comparison that of a torch function which only computes."""
-    x = torch.linspace(-3, 3, 1 << 19)
-    contestants = contestants | {"torch.lgamma": Contestant(partial(torch.lgamma, x, out=torch.empty_like(x)))}
+    """The gain from a second thread. What misses the goal is not held against it if plain computing in torch misses it too."""
+    x = torch.linspace(-3, 3, 1 << 22)
+    contestants = contestants | {CONTROL: Contestant(partial(torch.lgamma, x, out=torch.empty_like(x)))}
     both = {
         f"{name} {threads}": Contestant(c.run, threads, c.before)
         for name, c in contestants.items()
         for threads in (1, 2)
     }
     times = {name: t * 1e3 for name, t in measure(both, seconds, WALL).items()}
-    rows = []
-    for name in contestants:
-        goal = None if name.startswith("torch") else Goal(">=", 1.8)
-        one, two = times[f"{name} 1"], times[f"{name} 2"]
-        rows.append(Row("one step, two threads", name, two, "ms", "one thread", one, "speed", goal))
-    return rows
+    gains = {name: times[f"{name} 1"] / times[f"{name} 2"] for name in contestants}
+    goal = Goal(">=", 1.8)
+    free = goal.met_by(gains[CONTROL])
+    group = "one step, two threads" + ("" if free else "; no second processor was free")
+    return [
+        Row(group, name, times[f"{name} 2"], "ms", "one thread", times[f"{name} 1"], "speed",
+            goal if name != CONTROL and (free or goal.met_by(gains[name])) else None)
+        for name in contestants
+    ]  # fmt: skip

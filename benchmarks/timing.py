@@ -131,4 +131,5 @@ def machine() -> dict[str, Any]:
         "load": round(os.getloadavg()[0], 2),
         "torch": torch.__version__,
         "native": native.level(),
+        "threads": "1, or 2 where it says so",
     }

@@ -56,9 +56,9 @@ def settle(y: Tensor, s: Tensor, gaussian: Tensor, u: Tensor, xi: Tensor, wide_a
     At ±wide_at the grid changes: the neighbour further from zero is two away.
     """
     s0 = 0.25
-    start = nearest_integer(y)  # y = start + rest exactly, so that the noise meets a small number and keeps its digits
+    start = y.trunc()  # y = start + rest exactly, so that the noise meets a small number and keeps its digits
     x = (y - start) + torch.where(gaussian, root((s - s0).clamp_min(0)), 0) * xi
-    offset = torch.where(gaussian, nearest_integer(x), 0)
+    offset = nearest_integer(x)
     n, r = start + offset, x - offset
     above, below = 1.0 + (n == wide_at).to(y.dtype), 1.0 + (n == -wide_at).to(y.dtype)
     p_down, p_up = outcomes(r, torch.where(gaussian, s0, s), below, above)

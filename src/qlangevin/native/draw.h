@@ -108,30 +108,32 @@ void corrected_fixed(const float *mu, V v, float *out, int64_t at, int64_t n, co
 
 // ---- floating point: every element has its own gap
 
+template <bool kTiny>
 void nearest_float(const float *x, float *out, int64_t n, const Grid &grid) {
     lanes(n, [=, grid = grid](int64_t i, auto part) {
         const F from = part.load(x + i);
-        const Gaps g(float_gap(from, grid));
+        const Gaps<kTiny> g(float_gap<kTiny>(from, grid));
         part.store(out + i, onto(nearest_integer(g.of(from)) * g.gap, g.down, grid.low, grid.high, from));
     });
 }
 
+template <bool kTiny>
 void stochastic_float(const float *x, float *out, int64_t at, int64_t n, const Grid &grid, Bits &uniform) {
     with_bits(at, n, uniform, nullptr, [=, grid = grid](int64_t i, auto part, F u, F) {
         const F from = part.load(x + i);
-        const Gaps g(float_gap(from, grid));
+        const Gaps<kTiny> g(float_gap<kTiny>(from, grid));
         part.store(out + i, onto(settle_stochastic(g.of(from), u) * g.gap, g.down, grid.low, grid.high, from));
     });
 }
 
-template <class V>
+template <bool kTiny, class V>
 void corrected_float(const float *mu, V v, float *out, int64_t at, int64_t n, const Grid &grid, Bits &uniform, Bits &normal) {
     const float fit = float(kSlack / (double(grid.top) - 1.5));
     with_bits(at, n, uniform, &normal, [=, grid = grid](int64_t i, auto part, F u, F xi) {
         const F from = part.load(mu + i), variance = v.at(i, part), sigma = root(variance);
         const F room = lesser(sigma, (magnitude(from) + sigma * kNormalBound) * fit);
-        const I e = lesser(greater(float_gap(from, grid), ceil_log2(room)), I{} + grid.max_gap);
-        const Gaps g(e);
+        const I e = lesser(greater(float_gap<kTiny>(from, grid), ceil_log2(room)), I{} + grid.max_gap);
+        const Gaps<kTiny> g(e);
         const F y = g.of(from), s = g.variance_of(variance);
         const I gaussian = (s > 0.25f) & (reaches(y, s) <= grid.top);
         const I twice = ~gaussian & ~feasible(y, s, grid.top) & (e < grid.max_gap);

@@ -6,10 +6,12 @@ namespace {
 
 // ---- all formats: n elements at x, which begin at index `at` of the tensor, to out
 
+inline bool tiny(const Grid &grid) { return grid.min_gap < -100; }
+
 void nearest(const float *x, float *out, int64_t n, const Grid &grid) {
     switch (grid.kind) {
         case Grid::kFixed: return nearest_fixed(x, out, n, grid);
-        case Grid::kFloat: return nearest_float(x, out, n, grid);
+        case Grid::kFloat: return (tiny(grid) ? nearest_float<true> : nearest_float<false>)(x, out, n, grid);
         case Grid::kBlock: return nearest_block(x, out, n, grid);
         default: __builtin_memmove(out, x, std::size_t(n) * sizeof(float));
     }
@@ -19,7 +21,8 @@ void stochastic(const float *x, float *out, int64_t at, int64_t n, const Grid &g
     Bits uniform(source, purpose, false, at + n);
     switch (grid.kind) {
         case Grid::kFixed: return stochastic_fixed(x, out, at, n, grid, uniform);
-        case Grid::kFloat: return stochastic_float(x, out, at, n, grid, uniform);
+        case Grid::kFloat:
+            return (tiny(grid) ? stochastic_float<true> : stochastic_float<false>)(x, out, at, n, grid, uniform);
         case Grid::kBlock: return corrected_block(x, Same{0.0f}, out, at, n, grid, uniform, uniform);
         default: __builtin_memmove(out, x, std::size_t(n) * sizeof(float));
     }
@@ -39,7 +42,8 @@ void corrected(const float *mu, V v, float *out, int64_t at, int64_t n, const Gr
     Bits uniform(source, kRounding, false, at + n), normal(source, kNoise, true, at + n);
     switch (grid.kind) {
         case Grid::kFixed: return corrected_fixed(mu, v, out, at, n, grid, uniform, normal);
-        case Grid::kFloat: return corrected_float(mu, v, out, at, n, grid, uniform, normal);
+        case Grid::kFloat:
+            return (tiny(grid) ? corrected_float<true, V> : corrected_float<false, V>)(mu, v, out, at, n, grid, uniform, normal);
         case Grid::kBlock: return corrected_block(mu, v, out, at, n, grid, uniform, normal);
         default: return add_noise(mu, v, out, at, n, source);
     }

@@ -88,20 +88,19 @@ inline void uniform_tiles(const Source &source, uint32_t purpose, uint64_t tile,
 
 // -ln u for u = (k + 1/2) / 2^31: u = 2^e (1 + f), ln(1 + f) = f - f^2/2 + f^3 P(f); near 1, f comes from 2^31 - 1 - k.
 inline float negative_log(int32_t k) {
-    const float u = float(k) * 0x1p-31f + 0x1p-32f;
     constexpr uint32_t kSqrtHalf = 0x3f3504f3u;
-    const uint32_t shifted = as_bits(u) - kSqrtHalf;
+    const uint32_t shifted = as_bits(float(k) + 0.5f) - (kSqrtHalf + (31u << 23));  // u without its power of two
     const float e = float(int32_t(shifted) >> 23);
-    const float complement = float(0x7fffffff - k) * 0x1p-31f + 0x1p-32f;
-    const float f = e == 0.0f ? -complement : as_float((shifted & 0x7fffffu) + kSqrtHalf) - 1.0f;
-    float p = 0.0869833380f;
-    p = p * f + -0.142670542f;
-    p = p * f + 0.149152264f;
-    p = p * f + -0.165776476f;
-    p = p * f + 0.199630320f;
-    p = p * f + -0.250013351f;
-    p = p * f + 0.333339125f;
-    return -((p * f - 0.5f) * (f * f) + f + e * 0.69314718f);
+    const float complement = (float(0x7fffffff - k) + 0.5f) * -0x1p-31f;
+    const float f = e == 0.0f ? complement : as_float((shifted & 0x7fffffu) + kSqrtHalf) - 1.0f;
+    float p = -0.0869833380f;  // -P, so that nothing is to be negated at the end
+    p = p * f + 0.142670542f;
+    p = p * f + -0.149152264f;
+    p = p * f + 0.165776476f;
+    p = p * f + -0.199630320f;
+    p = p * f + 0.250013351f;
+    p = p * f + -0.333339125f;
+    return (p * f + 0.5f) * (f * f) - f - e * 0.69314718f;
 }
 
 // Standard normals for `tiles` tiles: words (0, 1) and (2, 3) of a counter make a Box-Muller pair each.

@@ -28,10 +28,11 @@ inline F onto(F n, F gap, float low, float high, F x) {
 // n moved by one, up with probability p_up, down with probability p_down.
 inline F moved(F n, F p_down, F p_up, F u) { return n + one_where(u >= 1.0f - p_up) - one_where(u < p_down); }
 
-// Stochastic rounding of y: the law of `settle` with nothing to add.
+// Stochastic rounding of y: the law of `settle` with nothing to add. Whichever neighbour is the nearest, the upper one is
+// taken if u >= 1 - (y - floor(y)): the difference 1 - r is exact where it decides.
 inline F settle_stochastic(F y, F u) {
-    const F n = nearest_integer(y), r = y - n;
-    return moved(n, positive(-r), positive(r), u);
+    const F below = floor(y);
+    return below + one_where(u >= 1.0f - (y - below));
 }
 
 // n + r with variance s, or what stochastic rounding has if that is more.
@@ -47,9 +48,11 @@ inline F settle_discrete(F y, F s, F u) {
     return spread(n, y - n, s, u);
 }
 
+// (1/4 - |r| (1 - |r|) lies between 0 and 1 - |r|: what `spread` bounds needs no bounds here.)
 inline F settle_gaussian(F y, F s, F u, F xi) {
-    const F start = nearest_integer(y), x = (y - start) + root(positive(s - 0.25f)) * xi, offset = nearest_integer(x);
-    return spread(start + offset, x - offset, all(0.25f), u);
+    const F start = whole(y), x = (y - start) + root(positive(s - 0.25f)) * xi, offset = nearest_integer(x);
+    const F r = x - offset, side = magnitude(r), extra = (0.25f - side * (1.0f - side)) * 0.5f;
+    return moved(start + offset, positive(-r) + extra, positive(r) + extra, u);
 }
 
 inline F settle(F y, F s, I gaussian, F u, F xi) {
@@ -109,11 +112,13 @@ struct Gap {
     F variance_of(F v) const { return lesser(v * lift * inverse * lift * inverse, all(kFar)); }
 };
 
-// The same for an exponent in each lane. `down` times a multiple of `gap` is the value.
+// The same for an exponent in each lane. `down` times a multiple of `gap` is the value. A format without numbers as small as
+// that (kTiny false) is spared the lifting, here and below.
+template <bool kTiny>
 struct Gaps {
     F lift, down, gap, inverse;
     explicit Gaps(I e) {
-        const I tiny = e < -100, by = tiny & 64;
+        const I tiny = kTiny ? e < -100 : I{}, by = tiny & 64;
         lift = tiny ? all(0x1p64f) : all(1.0f);
         down = tiny ? all(0x1p-64f) : all(1.0f);
         gap = (F)((e + by + 127) << 23);
@@ -127,9 +132,10 @@ inline I lesser(I a, I b) { return a < b ? a : b; }
 inline I greater(I a, I b) { return a > b ? a : b; }
 
 // log2 of the gap of a floating format at x, in each lane; and the least e with x <= 2^e.
+template <bool kTiny>
 inline I float_gap(F x, const Grid &grid) {
     const F size = magnitude(x);
-    const I tiny = size < 0x1p-100f;
+    const I tiny = kTiny ? size < 0x1p-100f : I{};
     const I e = (I)((U)(size * (tiny ? all(0x1p64f) : all(1.0f))) >> 23) - (127 + grid.shift) - (tiny & 64);
     return lesser(greater(e, I{} + grid.min_gap), I{} + grid.max_gap);
 }
