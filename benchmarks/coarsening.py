@@ -36,6 +36,7 @@ class Spread:
     """Variance over target where the largest coordinates are just below a power of two: mean over a block's coordinates."""
 
     c: float
+    near_top: int
     exact: float
     paper: float
 
@@ -64,18 +65,18 @@ def share(rows: Tensor) -> float:
     return float(rows.float().mean())
 
 
-def spread(c: float, draws: int) -> Spread:
-    """One block, drawn many times. Eight coordinates are near the top, so that one of them is nearly always carried over it."""
+def spread(c: float, near_top: int, draws: int) -> Spread:
+    """One block, drawn many times. The more coordinates are near the top, the more often one is carried over it."""
     y = random.normal(ql.Key(4), LENGTH).mul_(30).clamp_(-100, 100)
-    y[:8] = FORMAT.top + 0.7
+    y[:near_top] = FORMAT.top + 0.7
     mu = y.expand(draws, LENGTH).contiguous()
     exact, paper = (
         float(ql.corrected(mu, c / 4, FORMAT, ql.Key(5), algorithm=name).double().var(0).mean()) / (c / 4)
         for name in ("exact", "paper")
     )
-    return Spread(c, exact, paper)
+    return Spread(c, near_top, exact, paper)
 
 
-def run(quick: bool) -> tuple[list[Coarsening], Spread]:
+def run(quick: bool) -> tuple[list[Coarsening], list[Spread]]:
     count, draws = (2000, 1000) if quick else (20_000, 4000)
-    return [coarsening(c, count) for c in (0.1, 0.5, 1.5, 6.0)], spread(6.0, draws)
+    return [coarsening(c, count) for c in (0.1, 0.5, 1.5, 6.0)], [spread(6.0, k, draws) for k in (1, 8)]

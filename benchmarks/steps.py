@@ -131,7 +131,7 @@ def run(seconds: float) -> list[Row]:
 
 
 def two_threads(contestants: dict[str, Contestant], seconds: float) -> list[Row]:
-    """The gain from a second thread. What misses the goal is not held against it if plain computing in torch misses it too."""
+    """The gain from a second thread. A torch function that only computes shows what the machine had to give meanwhile."""
     x = torch.linspace(-3, 3, 1 << 22)
     contestants = contestants | {CONTROL: Contestant(partial(torch.lgamma, x, out=torch.empty_like(x)))}
     both = {
@@ -140,12 +140,9 @@ def two_threads(contestants: dict[str, Contestant], seconds: float) -> list[Row]
         for threads in (1, 2)
     }
     times = {name: t * 1e3 for name, t in measure(both, seconds, WALL).items()}
-    gains = {name: times[f"{name} 1"] / times[f"{name} 2"] for name in contestants}
-    goal = Goal(">=", 1.8)
-    free = goal.met_by(gains[CONTROL])
-    group = "one step, two threads" + ("" if free else "; no second processor was free")
-    return [
-        Row(group, name, times[f"{name} 2"], "ms", "one thread", times[f"{name} 1"], "speed",
-            goal if name != CONTROL and (free or goal.met_by(gains[name])) else None)
-        for name in contestants
-    ]  # fmt: skip
+    rows = []
+    for name in contestants:
+        goal = None if name == CONTROL else Goal(">=", 1.8)
+        one, two = times[f"{name} 1"], times[f"{name} 2"]
+        rows.append(Row("one step, two threads", name, two, "ms", "one thread", one, "speed", goal))
+    return rows

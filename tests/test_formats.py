@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -111,7 +112,10 @@ def test_blocks_lie_where_the_format_says(shape: tuple[int, ...], block: Any, ex
         (lambda: BlockFloat(24, "row", 8), "use at most 23 bits"),
         (lambda: Float(9, 3), "exp must be"),
         (lambda: Float(8, 22), "use man <= 21"),
-        (lambda: Float(4, 3, "fp9"), "hardware must be"),
+        (lambda: Float(4, 3, "fp9"), "got 'fp9' with other bits"),
+        (lambda: Float(3, 2, "fp16"), "got 'fp16' with other bits"),
+        (lambda: Float(8, 0), "man must be an integer between 1"),
+        (lambda: BlockFloat(8, 32.0), "got 32.0"),  # type: ignore[arg-type]
         (lambda: parse("fixed8"), "unknown format 'fixed8'"),
         (lambda: parse("int8"), "fp8_e4m3"),
         (lambda: parse("fixed1.0"), "between 2 and 25"),
@@ -120,6 +124,12 @@ def test_blocks_lie_where_the_format_says(shape: tuple[int, ...], block: Any, ex
 def test_a_format_that_cannot_be_says_why(build: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words.replace("(", r"\(").replace(".", r"\.")):
         build()
+
+
+def test_numpys_integers_are_integers() -> None:
+    assert FixedPoint(np.int64(8), np.int32(3)) == FixedPoint(8, 3)
+    block = BlockFloat(8, np.int64(32))
+    assert (str(block), block.layout(torch.Size((2, 64)))) == ("bfp8/32", (32, 32))
 
 
 def test_what_is_no_format_is_a_type_error() -> None:

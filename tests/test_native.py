@@ -7,7 +7,7 @@ import torch
 from strategies import NAMES
 from torch import Tensor
 
-from qlangevin import Key, corrected, encode, native, parse, quantize
+from qlangevin import Key, corrected, encode, native, parse, quantize, rounding
 from qlangevin.ops import Rounding
 from qlangevin.steps import Update, update, update_codes_
 
@@ -110,6 +110,34 @@ def test_the_step_on_codes_is_the_step_on_values(name: str, rounding: Rounding, 
             expected = update(theta.decode(), gradient, settings, name, key)
         update_codes_(theta, gradient, settings, key)
         assert torch.equal(theta.decode(), expected)
+
+
+@pytest.mark.parametrize(
+    "y", [-1.6, -(2.0**-30), 2.0**-30, 1.6, 0.5, -0.5, 7.9999992, -7.9999992, 26.4, -26.4, 0.0, 3.0]
+)
+def test_stochastic_rounding_in_the_kernels_arrangement(y: float) -> None:
+    # The kernels decide between floor and ceiling, the definition between the nearest integer and its neighbours. Uniforms
+    # next to the threshold, and throughout: where the two arrangements might round differently, they do not.
+    ys = torch.tensor(y)
+    near = int(float(ys.abs().frac()) * 2**23)
+    cells = torch.cat(
+        [torch.arange(0, 2**23, 8191), *(c + torch.arange(-40, 41) for c in (0, near, 2**23 - near, 2**23))]
+    )
+    u = (cells.clamp(0, 2**23 - 1) + 0.5) * 2.0**-23
+    zero, t, above = torch.zeros(()), ys.trunc(), (ys >= 0).float()
+    expected = rounding.settle(ys.expand_as(u), zero, torch.zeros((), dtype=torch.bool), u, zero)
+    assert torch.equal((t - 1) + above + (u >= above - (ys - t)).float(), expected)
+
+
+def test_what_the_kernels_would_misread_is_refused() -> None:
+    theta, gradient = torch.zeros(4), torch.zeros(8)
+    for job in (
+        native.Job(theta, None, None, None, gradient, Key(0)),
+        native.Job(theta, None, None, torch.zeros(4, dtype=torch.float64), torch.zeros(4), Key(0)),
+        native.Job(torch.zeros(4, 4).T[0], None, None, None, torch.zeros(4), Key(0)),
+    ):
+        with pytest.raises(ValueError, match="the kernels need a contiguous"):
+            native.sgld([job], None, None, None, "corrected", 0.1, 0.0, 0.0, False)
 
 
 def test_threads_and_levels_are_named() -> None:

@@ -232,6 +232,24 @@ def test_the_mean_is_right_in_every_format(name: str) -> None:
         assert (scores(drawn, mu)[moves].abs() < Z).all()
 
 
+@pytest.mark.parametrize(
+    "name", ["fixed25.20", "fixed20.16", "bfp20/tensor", "bfp24e7/tensor", "e8m21", "e8m18", "bfp16"]
+)
+def test_wide_formats_have_room_for_noise_far_above_their_gap(name: str) -> None:
+    # the relative standard error of the variance of n normals is sqrt(2/n): five of them
+    n = 100_000
+    drawn = corrected(torch.zeros(n), 1.0, name, Key(0))
+    assert float(drawn.double().square().mean()) == pytest.approx(1, abs=5 * (2 / n) ** 0.5)
+
+
+@pytest.mark.parametrize("name", ["bfp2", "bfp3", "bfp4", "bfp8", "e3m0", "e4m3", "fixed4.1"])
+def test_without_much_variance_the_law_is_that_of_stochastic_rounding(name: str) -> None:
+    # However small v is, nothing may jump between v = 0 and v > 0, in particular not the grid.
+    mu = torch.randn(500, 3, generator=torch.Generator().manual_seed(0)) * 2
+    for v in (1e-30, 1e-12):
+        assert torch.equal(corrected(mu, v, name, Key(1)), quantize(mu, name, "stochastic", Key(1)))
+
+
 # ---- Algorithm 2 as printed
 
 

@@ -4,6 +4,7 @@ import copy
 import io
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -341,6 +342,55 @@ def test_the_step_is_an_operator_that_keeps_torchs_rules() -> None:
         [1],
     )
     torch.library.opcheck(sgld_op, arguments, test_utils=["test_schema", "test_faketensor"])
+
+
+def test_numpys_numbers_are_numbers() -> None:
+    sampler = SGLD([nn.Parameter(torch.zeros(2))], np.float32(0.5), np.int64(100), seed=np.int64(3))
+    sampler.param_groups[0]["params"][0].grad = torch.ones(2)
+    sampler.step()
+
+
+def test_settings_changed_by_hand_are_checked_and_followed() -> None:
+    p = nn.Parameter(torch.full((3,), 0.3))
+    sampler = SGLD([p], 0.1, 1e9, temperature=0.0)
+    p.grad = torch.ones(3)
+    sampler.param_groups[0].update(weights=BlockFloat(8), accumulator="fp32")
+    sampler.step()
+    assert torch.allclose(sampler.state[p]["accumulator"], torch.full((3,), 0.2))
+    assert sampler.param_groups[0]["weights"] == "bfp8"
+    sampler.param_groups[0]["weights"] = "bfp1"
+    with pytest.raises(ValueError, match="bits must be"):
+        sampler.step()
+    half = nn.Parameter(torch.full((3,), 100.0, dtype=torch.bfloat16))
+    sampler = SGLD([half], 0.1, 1e9)
+    half.grad = torch.ones(3, dtype=torch.bfloat16)
+    sampler.param_groups[0]["weights"] = "fixed16.4"
+    with pytest.raises(ValueError, match=r"cannot hold every number of fixed16.4"):
+        sampler.step()
+
+
+def test_a_saved_accumulator_of_another_shape_or_dtype() -> None:
+    small, large = (nn.Parameter(torch.ones(n)) for n in (4, 64))
+    saved = SGLD([small], 0.1, 100, accumulator="fp32").state_dict()
+    with pytest.raises(ValueError, match=r"accumulator has shape \(4,\), its parameter \(64,\)"):
+        SGLD([large], 0.1, 100, accumulator="fp32").load_state_dict(saved)
+    wide = nn.Parameter(torch.full((4,), 0.25, dtype=torch.float64))
+    sampler = SGLD([small], 0.1, 1e9, accumulator="fp32", temperature=0.0)
+    sampler.load_state_dict(SGLD([wide], 0.1, 1e9, accumulator="fp32", temperature=0.0).state_dict())
+    small.grad = torch.zeros(4)
+    sampler.step()
+    assert small.tolist() == [0.25] * 4
+
+
+def test_the_printed_algorithm_with_an_accumulator_is_unbiased() -> None:
+    # Its last rounding and that of the weights must not share random bits; z beyond 5.5 has probability 4e-8.
+    start = torch.tensor([7.0, 7.0, 7.0, 3.0]).expand(40_000, 4)
+    p = nn.Parameter(start.clone())
+    sampler = SGLD([p], 0.3, 1, weights="fixed8.-2", accumulator="bfp4", algorithm="paper")
+    p.grad = torch.zeros_like(p)
+    sampler.step()
+    error = (p.detach() - sampler.state[p]["accumulator"]).double()
+    assert (error.mean(0) / (error.var(0) / len(error)).sqrt()).abs().max() < 5.5
 
 
 def test_seeds_and_parameters_differ_and_repeat() -> None:

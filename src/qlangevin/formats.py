@@ -10,6 +10,7 @@ All grids are subsets of float32, so a number on a grid can be held exactly by a
 from __future__ import annotations
 
 import math
+import numbers
 import re
 from dataclasses import dataclass
 from typing import ClassVar, Literal, TypeAlias
@@ -23,10 +24,12 @@ FLOAT32_MAX = torch.finfo(torch.float32).max
 FLOAT32_MIN_EXPONENT = -149  # 2^-149 is the least positive float32
 
 
-def _integer(name: str, value: object, low: int, high: int) -> None:
-    """Refuse a constructor argument that is not an integer in ``low .. high``."""
-    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+def _integer(format: object, name: str, low: int, high: int) -> None:
+    """Refuse a field that is not an integer in ``low .. high``; make one of NumPy's a plain one."""
+    value = getattr(format, name)
+    if not isinstance(value, numbers.Integral) or isinstance(value, bool) or not low <= int(value) <= high:
         raise ValueError(f"{name} must be an integer between {low} and {high}, got {value!r}")
+    object.__setattr__(format, name, int(value))
 
 
 def binade(x: Tensor) -> Tensor:
@@ -50,8 +53,8 @@ class FixedPoint:
     frac: int
 
     def __post_init__(self) -> None:
-        _integer("bits", self.bits, 2, 25)  # 25: every code is an integer float32 holds exactly
-        _integer("frac", self.frac, self.bits - 1 - 127, 126)
+        _integer(self, "bits", 2, 25)  # 25: every code is an integer float32 holds exactly
+        _integer(self, "frac", self.bits - 1 - 127, 126)
 
     def __str__(self) -> str:
         return f"fixed{self.bits}.{self.frac}"
@@ -99,12 +102,12 @@ class BlockFloat:
     exp_bits: int = 8
 
     def __post_init__(self) -> None:
-        _integer("bits", self.bits, 2, 24)
-        _integer("exp_bits", self.exp_bits, 1, 8)
-        if self.block not in ("row", "tensor") and (isinstance(self.block, (bool, str)) or not self.block >= 1):
-            raise ValueError(f"block must be 'row', 'tensor' or a positive group size, got {self.block!r}")
-        if isinstance(self.block, int):
-            _integer("block", self.block, 1, 2**31 - 1)
+        _integer(self, "bits", 2, 24)
+        _integer(self, "exp_bits", 1, 8)
+        if isinstance(self.block, numbers.Integral):
+            _integer(self, "block", 1, 2**31 - 1)
+        elif self.block not in ("row", "tensor"):
+            raise ValueError(f"block must be 'row', 'tensor' or a group size, got {self.block!r}")
         if self.min_gap_exponent < FLOAT32_MIN_EXPONENT:
             raise ValueError(
                 f"bits={self.bits} with exp_bits={self.exp_bits} needs numbers down to 2^{self.min_gap_exponent}, below "
@@ -144,7 +147,7 @@ class BlockFloat:
         """(line, size): the elements of a tensor, in order, are lines cut into blocks of this size, the last shorter."""
         if isinstance(self.block, int) and len(shape):
             line = max(shape[-1], 1)
-            return line, min(self.block, line)
+            return (self.block, self.block) if line % self.block == 0 else (line, min(self.block, line))
         rows = shape[0] if self.block == "row" and len(shape) > 1 else 1
         line = max(shape.numel() // max(rows, 1), 1)
         return line, line
@@ -205,11 +208,17 @@ class Float:
         "fp32": (-126, 127, float(FLOAT32_MAX), torch.float32),
     }
 
+    DIGITS: ClassVar[dict[str, tuple[int, int]]] = {
+        "fp8_e4m3": (4, 3), "fp8_e5m2": (5, 2), "fp16": (5, 10), "bf16": (8, 7), "fp32": (8, 23),
+    }  # fmt: skip
+
     def __post_init__(self) -> None:
-        _integer("exp", self.exp, 1, 8)
-        _integer("man", self.man, 0, 23)
-        if self.hardware is not None and self.hardware not in self.HARDWARE:
-            raise ValueError(f"hardware must be None or one of {', '.join(self.HARDWARE)}, got {self.hardware!r}")
+        _integer(self, "exp", 1, 8)
+        _integer(self, "man", 1 if self.exp == 8 else 0, 23)
+        if self.hardware is not None and self.DIGITS.get(self.hardware) != (self.exp, self.man):
+            raise ValueError(
+                f"hardware formats have names, parse('fp8_e4m3') say; got {self.hardware!r} with other bits"
+            )
         if self.min_gap_exponent < FLOAT32_MIN_EXPONENT:
             raise ValueError(
                 f"exp={self.exp} with man={self.man} needs numbers down to 2^{self.min_gap_exponent}, below float32; "
@@ -324,9 +333,11 @@ def check_holds(dtype: torch.dtype, format: Format) -> None:
     else:
         needs, smallest = format.man + 1, format.min_gap_exponent
     if needs > digits or smallest < least or format.high > info.max:
+        fewer = ", one with fewer exponent bits such as bfp8e7," if isinstance(format, BlockFloat) else ""
         raise ValueError(
-            f"{dtype} cannot hold every number of {format} (it has {digits} binary digits and goes down to 2^{least}, the "
-            f"format needs {needs} and 2^{smallest}); use float32 tensors or a narrower format"
+            f"{dtype} cannot hold every number of {format}: it has {digits} binary digits and goes from 2^{least} to "
+            f"{info.max:.4g}, the format needs {needs}, from 2^{smallest} to {format.high:.4g}; use float32 tensors or "
+            f"a narrower format{fewer or ''}".rstrip(",")
         )
 
 

@@ -66,6 +66,13 @@ def signed(x: int) -> int:
     return x - 2**64 if x >= 2**63 else x
 
 
+def key_bits(key: Key) -> tuple[int, int, int]:
+    """A key as operators take it."""
+    if not isinstance(key, Key):
+        raise TypeError(f"key must be a Key, such as Key(seed=0), got {type(key).__name__}")
+    return signed(key.seed), signed(key.stream), signed(key.step)
+
+
 def key_of(seed: int, stream: int, step: int) -> Key:
     return Key(seed % 2**64, stream % 2**64, step % 2**64)
 
@@ -103,12 +110,13 @@ def corrected_op(
 
 def check_variance(variance: Tensor, mu: Tensor, dtype: torch.dtype) -> Tensor:
     """The variance as the computation takes it. Reads the tensor, so it belongs inside an operator."""
-    spread = variance.to(mu.device, dtype).contiguous()
+    spread = variance.to(mu.device, dtype)
+    spread = spread.expand_as(mu).contiguous() if spread.dim() else spread
     if spread.dim() == 0:
         worst = None if 0 <= spread.item() < math.inf else variance.item()
     else:
         good = (spread >= 0) & spread.isfinite()
-        worst = None if bool(good.all()) else variance.to(mu.device)[~good].flatten()[0].item()
+        worst = None if bool(good.all()) else spread[~good].flatten()[0].item()
     if worst is not None:
         raise ValueError(f"variance must be a finite {dtype} and not negative, got {worst}")
     return spread
@@ -144,8 +152,7 @@ def quantize(x: Tensor, format: str | Format, rounding: Rounding = "nearest", ke
         if rounding == "stochastic":
             raise ValueError("stochastic rounding needs random bits: pass key=Key(seed)")
         key = Key(0)
-    bits = (signed(key.seed), signed(key.stream), signed(key.step))
-    return cast(Tensor, quantize_op(x, str(format), rounding, *bits, random.ROUNDING))
+    return cast(Tensor, quantize_op(x, str(format), rounding, *key_bits(key), random.ROUNDING))
 
 
 def corrected(
@@ -167,5 +174,4 @@ def corrected(
         variance = torch.full((), variance, dtype=torch.float64)
     elif variance.dim():
         variance = variance.expand_as(mu)
-    bits = (signed(key.seed), signed(key.stream), signed(key.step))
-    return cast(Tensor, corrected_op(mu, variance, str(format), algorithm, *bits))
+    return cast(Tensor, corrected_op(mu, variance, str(format), algorithm, *key_bits(key)))

@@ -15,6 +15,7 @@ log or sin), which the native kernels repeat: normals agree to the bit.
 from __future__ import annotations
 
 import math
+import numbers
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,7 +29,8 @@ WORD = 0xFFFFFFFF
 LANES, TILE = 16, 64
 
 # What a draw is for. One element of one step may need several independent numbers.
-ROUNDING, NOISE, CHOICE, GRADIENT, WEIGHT = range(5)
+ROUNDING, NOISE, CHOICE, GRADIENT, WEIGHT, LEFTOVER = range(6)
+STREAM = 255  # deriving another stream
 
 # |normal| never exceeds this: the least uniform is 2^-32. The exact block algorithms rely on it for headroom.
 NORMAL_BOUND = math.sqrt(2 * math.log(2.0**32)) + 1e-5
@@ -60,8 +62,9 @@ class Key:
     def __post_init__(self) -> None:
         for name in ("seed", "stream", "step"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**64:
+            if isinstance(value, bool) or not isinstance(value, numbers.Integral) or not 0 <= int(value) < 2**64:
                 raise ValueError(f"{name} must be an integer between 0 and 2^64 - 1, got {value!r}")
+            object.__setattr__(self, name, int(value))  # also of NumPy's integers
 
     def at(self, step: int) -> Key:
         """The same sequence at another step."""
@@ -69,7 +72,7 @@ class Key:
 
     def fold(self, index: int) -> Key:
         """An independent stream derived from this one: one for each parameter, say."""
-        low, high, _, _ = philox((index & WORD, index >> 32 & WORD, 1, 0), self.bits)
+        low, high, _, _ = philox((index & WORD, index >> 32 & 0xFFFFFF | STREAM << 24, 0, 0), self.bits)
         return replace(self, stream=low | high << 32)
 
     @property
@@ -90,8 +93,8 @@ def words(key: Key, count: int, purpose: int = ROUNDING, device: torch.device | 
 
 
 def uniform(key: Key, count: int, purpose: int = ROUNDING, device: torch.device | str | None = None) -> Tensor:
-    """float32 multiples of 2^-24 in [0, 1)."""
-    return (words(key, count, purpose, device) >> 8).to(torch.float32) * 2.0**-24
+    """float32 between 0 and 1: the middles of 2^23 equal cells, so that u and 1 - u have the same law."""
+    return (words(key, count, purpose, device) >> 9).to(torch.float32) * 2.0**-23 + 2.0**-24
 
 
 # Minimax fits on the intervals used below; see `_negative_log` and `normal`.
@@ -111,6 +114,8 @@ def _horner(coefficients: tuple[float, ...], x: Tensor) -> Tensor:
 
 def root(x: Tensor) -> Tensor:
     """sqrt(x), correctly rounded. torch's own is not, on CPUs where it calls a vector library; by way of float64 it is."""
+    if x.device.type == "mps":  # has no float64
+        return x.sqrt()
     return x.double().sqrt().to(x.dtype)
 
 

@@ -27,6 +27,7 @@ from .random import NORMAL_BOUND, Key, root
 __all__ = ["as_printed", "exact", "nearest", "outcomes", "stochastic"]
 
 FAR = 2.0**30  # in gaps: further out than any code, near enough to compute with
+WIDE = 2.0**54  # in squared gaps: the variance of noise that reaches nearly as far
 SLACK = 1 + 2.0**-20  # covers the rounding of float32 where a bound has to hold strictly
 
 
@@ -62,12 +63,12 @@ def settle(y: Tensor, s: Tensor, gaussian: Tensor, u: Tensor, xi: Tensor, wide_a
     n, r = start + offset, x - offset
     above, below = 1.0 + (n == wide_at).to(y.dtype), 1.0 + (n == -wide_at).to(y.dtype)
     p_down, p_up = outcomes(r, torch.where(gaussian, s0, s), below, above)
-    return n + torch.where(u >= 1 - p_up, above, 0) - torch.where(u < p_down, below, 0)
+    return n + torch.where(u >= 1 - p_up, above, torch.where(u < p_down, -below, 0))
 
 
 def in_gaps(mu: Tensor, v: Tensor, gap: Tensor) -> tuple[Tensor, Tensor]:
     """(y, s): value and variance in units of the gap, infinities brought down to numbers."""
-    return (mu / gap).clamp(-FAR, FAR), (v / gap / gap).clamp_max(FAR)
+    return (mu / gap).clamp(-FAR, FAR), (v / gap / gap).clamp_max(WIDE)
 
 
 def reaches(y: Tensor, s: Tensor) -> Tensor:
@@ -137,21 +138,16 @@ def _exact_float(mu: Tensor, v: Tensor, u: Tensor, xi: Tensor, format: Float) ->
 def _exact_blocks(mu: Tensor, v: Tensor, u: Tensor, xi: Tensor, format: BlockFloat) -> Tensor:
     """Q^vc on blocks, one a row. The exponent must fit what is drawn, and what is drawn must not depend on the exponent.
 
-    Two gaps can be needed: ``coarse``, on which every outcome fits, and ``fine``, half of it, if that is not below Δ(μ).
-    A coordinate is at risk if it may land beyond the fine grid. If none is, the block is drawn on the fine grid. Else
+    Two gaps can be needed: ``coarse``, the least on which every outcome fits, and ``fine``, half of it, if that is not
+    below Δ(μ). A coordinate is at risk if it may land beyond the fine grid. If both are Δ(μ), the block is drawn there. Else
     those at risk are drawn first, on the coarse grid, whose points fine blocks have too, and the block is coarse only
     if one of them did land outside. The largest of them is drawn last, on the union of both grids (fine up to N + 1,
     coarse beyond): alone it can be as fine as if it had a block of its own.
     """
     top = format.top
-    fine, coarse = _gaps(mu, v, format)
+    fine, coarse, risky = _gaps(mu, v, format)
     y, s = in_gaps(mu, v, fine)
-    gaussian = (s > 0.25) & (reaches(y, s) <= top)
-    n = nearest_integer(y)
-    r = (y - n).abs()
-    outward = (y.abs() > n.abs()) | (s > r * (1 - r))
-    risky = ~gaussian & ~(feasible(y, s) & (n.abs() + outward.to(y.dtype) <= top)) & (fine < coarse)
-    drawn = settle(y, s, gaussian, u, xi) * fine
+    drawn = settle(y, s, (s > 0.25) & (reaches(y, s) <= top), u, xi) * fine
     if not bool(risky.any()):
         return drawn
 
@@ -173,20 +169,39 @@ def _exact_blocks(mu: Tensor, v: Tensor, u: Tensor, xi: Tensor, format: BlockFlo
     return torch.where(risky.any(1, keepdim=True), final, drawn)
 
 
-def _gaps(mu: Tensor, v: Tensor, format: BlockFloat) -> tuple[Tensor, Tensor]:
-    """(fine, coarse) of each block: coarse is the least gap on which all outcomes fit for certain."""
+def _risky(mu: Tensor, v: Tensor, gap: Tensor, top: int) -> Tensor:
+    """Which coordinates, drawn on a gap, might leave the codes -N .. N."""
+    y, s = in_gaps(mu, v, gap)
+    gaussian = (s > 0.25) & (reaches(y, s) <= top)
+    n = nearest_integer(y)
+    r = (y - n).abs()
+    outward = (y.abs() > n.abs()) | (s > r * (1 - r))
+    return ~gaussian & ~(feasible(y, s) & (n.abs() + outward.to(y.dtype) <= top))
+
+
+def _gaps(mu: Tensor, v: Tensor, format: BlockFloat) -> tuple[Tensor, Tensor, Tensor]:
+    """(fine, coarse) of each block, and which coordinates are at risk on the fine one.
+
+    The search for the least gap on which all outcomes fit begins at one of which a bound says so.
+    """
     top = float(format.top)
     largest, sigma = mu.abs().amax(1, keepdim=True), root(v)
     if sigma.dim():
         sigma = sigma.amax(1, keepdim=True)
-    three = torch.maximum(largest * (SLACK / (top - 0.75)), sigma * 1.1547006)  # sqrt(4/3): s <= 3/4 is always feasible
+    three = torch.maximum(largest * (SLACK / (top - 0.5)), sigma * 1.1547006)  # sqrt(4/3): s <= 3/4 is always feasible
     with_noise = (largest + sigma * NORMAL_BOUND) * (SLACK / (top - 1.5)) if top > 1 else three
     room = torch.where(sigma == 0, largest / top, torch.minimum(three, with_noise))
     canonical = format.gap_exponent(mu)
     coarse = torch.maximum(canonical, ceil_log2(room)).clamp_max(format.max_gap_exponent)
-    fine = torch.maximum(canonical, coarse - 1)
+    while True:
+        fine = torch.maximum(canonical, coarse - 1)
+        risky = _risky(mu, v, power_of_two(fine, mu.dtype), format.top) & (fine < coarse)
+        lower = (fine < coarse) & ~risky.any(1, keepdim=True)
+        if not bool(lower.any()):
+            break
+        coarse = torch.where(lower, fine, coarse)
     nan = torch.where(largest.isnan(), torch.nan, 1.0)  # a NaN spoils its block, visibly
-    return power_of_two(fine, mu.dtype) * nan, power_of_two(coarse, mu.dtype) * nan
+    return power_of_two(fine, mu.dtype) * nan, power_of_two(coarse, mu.dtype) * nan, risky
 
 
 def as_printed(mu: Tensor, v: Tensor, format: Format, key: Key) -> Tensor:
@@ -196,6 +211,7 @@ def as_printed(mu: Tensor, v: Tensor, format: Format, key: Key) -> Tensor:
     also leave a block that needs one bit more than it has; what is then off the grid is rounded stochastically.
     """
     none = torch.zeros((), dtype=torch.bool, device=mu.device)
+    mu = mu.nan_to_num(torch.nan, format.high, format.low)
     gap = format.gap(mu)
     v0 = gap * gap / 4
     x = mu + root((v - v0).clamp_min(0)) * _normal(key, mu)
@@ -211,7 +227,7 @@ def as_printed(mu: Tensor, v: Tensor, format: Format, key: Key) -> Tensor:
     second = qs + torch.where(v > vs, categorical(torch.zeros_like(r), v - vs, gap, choice), 0)
 
     theta = clip(torch.where(v > v0, first, second), format)
-    return stochastic(theta, format, _uniform(key, mu, random.WEIGHT))
+    return stochastic(theta, format, _uniform(key, mu, random.LEFTOVER))
 
 
 def categorical(mean: Tensor, v: Tensor, gap: Tensor, u: Tensor) -> Tensor:

@@ -8,8 +8,10 @@ Every method of the paper is a choice of settings.
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from functools import lru_cache
 from typing import Any, cast, overload
 
 import torch
@@ -17,7 +19,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from . import native, ops, random
-from .formats import FP32, Format, check_holds, parse
+from .formats import FLOAT32_MAX, FP8_E4M3, FP32, Format, check_holds, parse
 from .ops import Algorithm, Rounding
 from .random import Key
 from .steps import Update, parameter_key, quantized, sgld_op
@@ -28,8 +30,8 @@ FORMATS = ("weights", "gradients", "accumulator")
 
 
 @dataclass(frozen=True)
-class Defaults:
-    """The settings of a parameter group, checked."""
+class Settings:
+    """What a parameter group is told, checked; formats by name."""
 
     lr: float
     num_data: float
@@ -46,31 +48,48 @@ class Defaults:
     def __post_init__(self) -> None:
         for name in ("lr", "temperature", "weight_decay"):
             value = getattr(self, name)
-            if not (isinstance(value, (int, float)) and 0 <= value < math.inf):
+            if not (isinstance(value, numbers.Real) and 0 <= float(value) < FLOAT32_MAX):
                 raise ValueError(f"{name} must be a finite number that is not negative, got {value!r}")
-        if not (isinstance(self.num_data, (int, float)) and 0 < self.num_data < math.inf):
+            object.__setattr__(self, name, float(value))  # also of NumPy's numbers
+        if not (isinstance(self.num_data, numbers.Real) and 0 < self.num_data < math.inf):
             raise ValueError(
                 f"num_data must be the number of training examples, a positive number, got {self.num_data!r}"
+            )
+        if not self.variance < FLOAT32_MAX:
+            raise ValueError(
+                f"the noise would have variance 2 lr temperature / num_data = {self.variance}; check num_data"
             )
         ops.choose("rounding", self.rounding, ("nearest", "stochastic", "corrected"))
         ops.choose("algorithm", self.algorithm, ("exact", "paper"))
         Key(self.seed)
 
     @classmethod
-    def of(cls, group: dict[str, Any]) -> Defaults:
-        """From the settings of a group: formats become names, a tensor lr (as schedulers may set) a number."""
+    def of(cls, group: dict[str, Any]) -> Settings:
+        """Those of a parameter group: formats become names, a tensor lr (as schedulers may set) a number."""
         settings = {f.name: group[f.name] for f in fields(cls)}
         settings["lr"] = float(settings["lr"]) if isinstance(settings["lr"], Tensor) else settings["lr"]
         for name in FORMATS:
             settings[name] = None if settings[name] is None else str(parse(settings[name]))
         return cls(**settings)
 
+    @property
+    def variance(self) -> float:
+        """Of the noise of one step."""
+        return 2 * self.lr * self.temperature / float(self.num_data)
+
     def update(self) -> Update:
-        variance = 2 * self.lr * self.temperature / self.num_data
         return Update(
-            self.lr, self.weight_decay, variance, self.weights, self.gradients, self.accumulator, self.rounding,
+            self.lr, self.weight_decay, self.variance, self.weights, self.gradients, self.accumulator, self.rounding,
             self.algorithm, self.maximize,
         )  # fmt: skip
+
+
+@lru_cache(maxsize=1024)
+def check_dtype(dtype: torch.dtype, weights: str | None, accumulator: str | None) -> None:
+    """Refuse formats that parameters of a dtype, or their accumulators, cannot hold."""
+    check_holds(dtype, parse(weights) if weights else FP32 if dtype == torch.float32 else FP8_E4M3)
+    if accumulator:
+        check_holds(ops.working_dtype(dtype), parse(accumulator))
 
 
 class SGLD(Optimizer):
@@ -86,7 +105,7 @@ class SGLD(Optimizer):
         weights: Q_W, the format of the parameters; None leaves them in their dtype's own precision.
         gradients: Q_G, the format gradients are rounded to, stochastically; None for full precision.
         accumulator: None keeps only the parameters (SGLDLP-L); ``"fp32"`` (SGLDLP-F) or any other format keeps a second
-            copy that takes the updates.
+            copy that takes the updates. It is what counts: load weights into the model before making the sampler.
         rounding: ``"corrected"`` (Q^vc), ``"stochastic"`` (naive) or ``"nearest"``.
         algorithm: of ``"corrected"``; see `qlangevin.corrected`.
         maximize: climb instead of descend.
@@ -109,47 +128,50 @@ class SGLD(Optimizer):
         maximize: bool = False,
         seed: int = 0,
     ) -> None:
-        names = (f.name for f in fields(Defaults))
+        names = (f.name for f in fields(Settings))
         given = locals()
         defaults = {name: given[name] for name in names}
-        Defaults.of(defaults)
+        Settings.of(defaults)
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters; they are put on their grid at once."""
-        settings = Defaults.of({**self.defaults, **param_group})
+        settings = Settings.of({**self.defaults, **param_group})
         super().add_param_group(param_group)
         group = self.param_groups[-1]
-        for name in FORMATS:  # by name, so that a saved sampler holds nothing but numbers and words
-            group[name] = getattr(settings, name)
         try:
-            for i, p in enumerate(group["params"]):
-                self._check(p, settings, _name(group, i))
+            self._check(group, settings)
         except (TypeError, ValueError):
             self.param_groups.pop()
             raise
         for p in group["params"]:
             self._begin(p, settings)
 
-    @staticmethod
-    def _check(p: Tensor, settings: Defaults, name: str) -> None:
-        try:
-            check_holds(p.dtype, parse(settings.update().grid(p.dtype) or FP32))
-            if settings.accumulator:
-                check_holds(ops.working_dtype(p.dtype), parse(settings.accumulator))
-        except (TypeError, ValueError) as error:
-            raise type(error)(f"{name}: {error}") from None
+    def _check(self, group: dict[str, Any], settings: Settings) -> None:
+        """Refuse formats the parameters cannot hold; keep formats by name, so that a saved group is numbers and words."""
+        for i, p in enumerate(group["params"]):
+            try:
+                check_dtype(p.dtype, settings.weights, settings.accumulator)
+            except (TypeError, ValueError) as error:
+                raise type(error)(f"{self._name(group, i)}: {error}") from None
+        for name in FORMATS:
+            group[name] = getattr(settings, name)
 
     @torch.no_grad()
-    def _begin(self, p: Tensor, settings: Defaults) -> None:
-        """Put a new parameter on its grid and give it a stream of its own."""
-        state, s = self.state[p], settings.update()
-        state["stream"], state["step"] = len(self.state) - 1, 0
-        key = parameter_key(settings.seed, state["stream"], 0)
-        if settings.accumulator:
+    def _begin(self, p: Tensor, settings: Settings) -> dict[str, Any]:
+        """The state of a parameter. A new one gets random bits of its own and is put on its grid."""
+        state, s = cast(dict[str, Any], self.state[p]), settings.update()
+        new = "index" not in state
+        if new:
+            state["index"] = 1 + max((other.get("index", -1) for other in self.state.values()), default=-1)
+            state["step"] = 0
+        key = parameter_key(settings.seed, state["index"], state["step"])
+        if settings.accumulator and "accumulator" not in state:
             held = p.detach().to(ops.working_dtype(p.dtype)).contiguous()
             state["accumulator"] = quantized(held, settings.accumulator, s.onto, key, random.ROUNDING).clone()
-        p.copy_(quantized(state.get("accumulator", p), s.grid(p.dtype), s.onto, key, random.WEIGHT))
+        if new:
+            p.copy_(quantized(state.get("accumulator", p), s.grid(p.dtype), s.onto, key, random.WEIGHT))
+        return state
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -162,23 +184,27 @@ class SGLD(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        plans = [
-            (Defaults.of(group), [p for p in group["params"] if p.grad is not None]) for group in self.param_groups
-        ]
+        plans = []
+        for group in self.param_groups:
+            settings = Settings.of(group)
+            self._check(group, settings)
+            plans.append((settings, [p for p in group["params"] if p.grad is not None]))
         self._check_gradients()
         for settings, params in plans:
-            if not params:
-                continue
-            for p in params:
-                self.state[p]["step"] += 1
-            states = [self.state[p] for p in params]
-            keys = [parameter_key(settings.seed, state["stream"], state["step"]) for state in states]
-            sgld_op(
-                params, [state["accumulator"] for state in states] if settings.accumulator else [],
-                [cast(Tensor, p.grad) for p in params], *settings.update().numbers_and_words(), ops.signed(settings.seed),
-                [ops.signed(key.stream) for key in keys], [ops.signed(key.step) for key in keys],
-            )  # fmt: skip
+            if params:
+                self._step_group(settings, params)
         return loss
+
+    def _step_group(self, settings: Settings, params: list[Tensor]) -> None:
+        states = [self._begin(p, settings) for p in params]
+        keys = [parameter_key(settings.seed, state["index"], state["step"] + 1) for state in states]
+        sgld_op(
+            params, [state["accumulator"] for state in states] if settings.accumulator else [],
+            [cast(Tensor, p.grad) for p in params], *settings.update().arguments(), ops.signed(settings.seed),
+            [ops.signed(key.stream) for key in keys], [ops.signed(key.step) for key in keys],
+        )  # fmt: skip
+        for state in states:
+            state["step"] += 1
 
     def _check_gradients(self) -> None:
         """Refuse gradients the step cannot use before anything is changed by it."""
@@ -190,9 +216,9 @@ class SGLD(Optimizer):
                     continue
                 if g.layout != torch.strided or g.is_complex():
                     kind = "complex" if g.is_complex() else "sparse"
-                    raise TypeError(f"{_name(group, i)} has a {kind} gradient; SGLD needs dense real ones")
+                    raise TypeError(f"{self._name(group, i)} has a {kind} gradient; SGLD needs dense real ones")
                 plain.append(g)
-                names.append(_name(group, i))
+                names.append(self._name(group, i))
         bad = first_not_finite(plain)
         if bad >= 0:
             raise FloatingPointError(
@@ -204,7 +230,7 @@ class SGLD(Optimizer):
         count = 0
         for group in self.param_groups:
             for p in group["params"]:
-                name = Defaults.of(group).update().grid(p.dtype)
+                name = Settings.of(group).update().grid(p.dtype)
                 if name is not None:
                     format = parse(name)
                     count += int(((p >= format.high) | (p <= format.low)).sum())
@@ -212,19 +238,26 @@ class SGLD(Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue where a saved sampler stopped, to the byte. The parameters themselves are the model's to load."""
-        super().load_state_dict(state_dict)
         saved = [i for group in state_dict["param_groups"] for i in group["params"]]
         params = [p for group in self.param_groups for p in group["params"]]
-        for i, p in zip(saved, params, strict=True):
-            accumulator = state_dict["state"].get(i, {}).get("accumulator")
-            if accumulator is not None:  # torch casts state to the parameter's dtype: an accumulator keeps its own
-                self.state[p]["accumulator"] = accumulator.detach().to(p.device, copy=True)
+        held = {p: state_dict["state"].get(i, {}).get("accumulator") for i, p in zip(saved, params, strict=False)}
+        for p, accumulator in held.items():
+            if accumulator is not None and accumulator.shape != p.shape:
+                raise ValueError(
+                    f"the saved accumulator has shape {tuple(accumulator.shape)}, its parameter {tuple(p.shape)}"
+                )
+        super().load_state_dict(state_dict)
+        for p, accumulator in held.items():
+            if accumulator is not None:  # torch casts state to the parameter's dtype: an accumulator has its own
+                dtype = ops.working_dtype(p.dtype)
+                self.state[p]["accumulator"] = accumulator.detach().to(p.device, dtype, copy=True).contiguous()
 
-
-def _name(group: dict[str, Any], i: int) -> str:
-    """What to call a parameter in a message."""
-    names = group.get("param_names")
-    return f"parameter {names[i]!r}" if names else f"parameter {i} (shape {tuple(group['params'][i].shape)})"
+    def _name(self, group: dict[str, Any], i: int) -> str:
+        """What to call a parameter in a message."""
+        if names := group.get("param_names"):
+            return f"parameter {names[i]!r}"
+        where = next((f" of group {g}" for g, other in enumerate(self.param_groups) if g and other is group), "")
+        return f"parameter {i}{where} (shape {tuple(group['params'][i].shape)})"
 
 
 def first_not_finite(tensors: list[Tensor]) -> int:

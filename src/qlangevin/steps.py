@@ -47,8 +47,8 @@ class Update:
         own = {torch.float32: FP32, torch.bfloat16: BF16, torch.float16: FP16}.get(dtype)
         return self.weights or (str(own) if own else None)
 
-    def numbers_and_words(self) -> tuple[Any, ...]:
-        """The fields in the order the operator takes them."""
+    def arguments(self) -> tuple[Any, ...]:
+        """The fields as `sgld_op` takes them: in the same order."""
         return tuple(getattr(self, f.name) for f in fields(self))
 
     @property
@@ -71,8 +71,7 @@ def quantized(x: Tensor, format: str | None, rounding: str, key: Key, purpose: i
     """x on the grid of a format, for one of the purposes of `random`; x itself without a format."""
     if format is None:
         return x
-    bits = (ops.signed(key.seed), ops.signed(key.stream), ops.signed(key.step))
-    return cast(Tensor, ops.quantize_op(x, format, rounding, *bits, purpose))
+    return cast(Tensor, ops.quantize_op(x, format, rounding, *ops.key_bits(key), purpose))
 
 
 def update(theta: Tensor, gradient: Tensor, settings: Update, format: str | None, key: Key) -> Tensor:
@@ -93,8 +92,14 @@ def update(theta: Tensor, gradient: Tensor, settings: Update, format: str | None
 
 def update_codes_(theta: QTensor, gradient: Tensor, settings: Update, key: Key) -> None:
     """The same in place on the codes of a float32 QTensor; no float copy of it outlives the call."""
-    if native.enabled_for(theta.codes) and settings.algorithm == "exact" and theta.format.storage_bits > 4:
-        job = native.Job(None, theta.codes, theta.exponents, None, gradient.contiguous(), key)
+    if gradient.shape != theta.shape:
+        raise ValueError(f"gradient must have the shape of theta, {tuple(theta.shape)}, got {tuple(gradient.shape)}")
+    if not bool(gradient.isfinite().all()):
+        raise FloatingPointError("the gradient holds an infinity or a NaN; nothing was changed")
+    exact = settings.algorithm == "exact" or settings.rounding != "corrected"
+    if exact and native.enabled_for(theta.codes) and theta.format.storage_bits > 4 and gradient.dtype != torch.float64:
+        plain = gradient.to(torch.float32).contiguous()
+        job = native.Job(None, theta.unpacked().contiguous(), theta.exponents, None, plain, key)
         _run_native([job], settings, str(theta.format))
         return
     values = update(theta.decode(), gradient, settings, str(theta.format), key)
@@ -118,7 +123,8 @@ def sgld_op(
         key, held = ops.key_of(seed, streams[i], steps[i]), accumulators[i] if accumulators else None
         exact = algorithm == "exact" or rounding != "corrected"
         if exact and theta.dtype == torch.float32 and native.enabled_for(theta, gradient):
-            jobs.append((theta, native.Job(theta.contiguous(), None, None, held, gradient.contiguous(), key)))
+            plain = gradient.to(torch.float32).contiguous()
+            jobs.append((theta, native.Job(theta.contiguous(), None, None, held, plain, key)))
         else:
             _step_one(theta, held, gradient, s, key)
     if jobs:

@@ -51,7 +51,7 @@ def disabled() -> Iterator[None]:
 
 
 def enabled_for(*tensors: Tensor) -> bool:
-    """Whether the kernels can take these tensors: on the CPU, not float64."""
+    """Whether the kernels are on and can compute with these tensors: on the CPU, not float64."""
     return _enabled and all(t.device.type == "cpu" and t.dtype != torch.float64 for t in tensors)
 
 
@@ -107,6 +107,7 @@ def _corrected(mu: Tensor, variance: Tensor, format: str, algorithm: str, seed: 
 
 def run(x: Tensor, format: Format, rounding_: str, key: Key, purpose: int, variance: Tensor | None = None) -> Tensor:
     """One call of the quantize kernel on a contiguous float32 tensor."""
+    _require(torch.float32, x.shape, x, *([variance] if variance is not None and variance.dim() else []))
     out = torch.empty_like(x)
     scalar = float(variance) if variance is not None and variance.dim() == 0 else 0.0
     each = variance.data_ptr() if variance is not None and variance.dim() else 0
@@ -119,7 +120,7 @@ def run(x: Tensor, format: Format, rounding_: str, key: Key, purpose: int, varia
 
 def draw(key: Key, count: int, purpose: int, normal: bool) -> Tensor:
     """`random.uniform` or `random.normal` from the kernels."""
-    out = torch.empty(count)
+    out = torch.empty(count, dtype=torch.float32)
     bits = (key.seed, key.stream, key.step)
     kernels.draw(out.data_ptr(), count, normal, *bits, purpose, torch.get_num_threads())
     return out
@@ -158,6 +159,10 @@ def sgld(
     lr: float, weight_decay: float, variance: float, maximize: bool,
 ) -> None:  # fmt: skip
     """One SGLD step of several float32 tensors, in place, in one call; their keys share the seed."""
+    for job in jobs:
+        _require(torch.float32, job.gradient.shape, job.values, job.accumulator, job.gradient)
+        if job.codes is not None:
+            _require(job.codes.dtype, job.gradient.shape, job.codes)
     tensors = [
         (
             _address(job.values), _address(job.codes), _address(job.exponents),
@@ -169,6 +174,16 @@ def sgld(
     ]  # fmt: skip
     seed, threads = jobs[0].key.seed, torch.get_num_threads()
     kernels.sgld(tensors, seed, _ROUNDINGS[rounding_], lr, weight_decay, variance, maximize, threads)
+
+
+def _require(dtype: torch.dtype, shape: torch.Size, *tensors: Tensor | None) -> None:
+    """The kernels see addresses only: what they would misread stops here."""
+    for t in tensors:
+        if t is not None and (t.dtype != dtype or t.shape != shape or not t.is_contiguous() or t.device.type != "cpu"):
+            raise ValueError(
+                f"the kernels need a contiguous {dtype} tensor of shape {tuple(shape)} on the CPU, "
+                f"got {t.dtype}, {tuple(t.shape)}, strides {t.stride()}, {t.device}"
+            )
 
 
 def _address(tensor: Tensor | None) -> int:

@@ -145,15 +145,16 @@ struct Block {
     void round() {
         const float most = largest(law.mu, n), top = grid.top, sigma = __builtin_sqrtf(law.v.greatest(n));
         if (most != most) return spoil(out, n);
-        const float biggest = most * float(kSlack / (double(top) - 0.75)), spread = sigma * 1.1547006f;
+        const float biggest = most * float(kSlack / (double(top) - 0.5)), spread = sigma * 1.1547006f;
         const float three = biggest > spread ? biggest : spread;
         const float noisy = top > 1.0f ? (most + sigma * kNormalBound) * float(kSlack / (double(top) - 1.5)) : three;
         const float room = sigma == 0.0f ? most / top : noisy < three ? noisy : three;
-        const int own = canonical_gap(most, grid), coarse = clamp(ceil_log2(room), own, grid.max_gap);
-        const int fine = own > coarse - 1 ? own : coarse - 1;
-        const int64_t m = fine < coarse ? largest_at_risk(Gap(fine)) : -1;
-        if (m >= 0) draw_carefully(m, most, Gap(fine), Gap(coarse));
-        else draw_all(Gap(fine), most);
+        const int own = canonical_gap(most, grid);
+        for (int coarse = clamp(ceil_log2(room), own, grid.max_gap); coarse > own; --coarse) {
+            const int64_t m = largest_at_risk(Gap(coarse - 1));
+            if (m >= 0) return draw_carefully(m, most, Gap(coarse - 1), Gap(coarse));
+        }
+        draw_all(Gap(own), most);
     }
 };
 

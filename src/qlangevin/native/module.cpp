@@ -1,12 +1,16 @@
-// The Python module: checks nothing (qlangevin/native/__init__.py does), splits the work among threads, picks the instruction set.
+// The Python module: trusts its caller (qlangevin/native/__init__.py checks tensors), splits the work among threads, picks the instruction set.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
 #include <atomic>
+#include <exception>
+#include <memory>
+#include <mutex>
 #include <stdexcept>
 #include <string>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -70,12 +74,9 @@ class Plan {
         const int64_t length = std::max(unit, (kPanel + unit - 1) / unit * unit);
         for (int64_t begin = 0; begin < numel; begin += length)
             ranges_.push_back({tensors_, begin, std::min(numel, begin + length)});
-        longest_ = std::max(longest_, std::min(length, numel));
         total_ += numel;
         ++tensors_;
     }
-
-    int64_t longest() const { return longest_; }
 
     // work() is called once in each thread and returns what does one range.
     template <class Work>
@@ -83,19 +84,30 @@ class Plan {
         nb::gil_scoped_release release;
         const int64_t useful = std::min<int64_t>({threads, int64_t(ranges_.size()), total_ / kGrain + 1});
         std::atomic<size_t> next{0};
-        auto loop = [&] {
-            auto one = work();
-            for (size_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < ranges_.size();) one(ranges_[i]);
+        std::exception_ptr failure;
+        std::mutex guard;
+        auto loop = [&]() noexcept {
+            try {
+                auto one = work();
+                for (size_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < ranges_.size();) one(ranges_[i]);
+            } catch (...) {  // out of memory, say: the caller's thread is the place to tell
+                const std::lock_guard<std::mutex> lock(guard);
+                failure = std::current_exception();
+            }
         };
         std::vector<std::thread> others;  // started anew each time: nothing to break in a fork
-        for (int64_t t = 1; t < useful; ++t) others.emplace_back(loop);
+        try {
+            for (int64_t t = 1; t < useful; ++t) others.emplace_back(loop);
+        } catch (const std::system_error &) {  // no more threads to be had: those there are do the work
+        }
         loop();
         for (auto &thread : others) thread.join();
+        if (failure) std::rethrow_exception(failure);
     }
 
   private:
     std::vector<Range> ranges_;
-    int64_t longest_ = 0, total_ = 0;
+    int64_t total_ = 0;
     size_t tensors_ = 0;
 };
 
@@ -153,8 +165,10 @@ void sgld(const nb::list &tensors, uint64_t seed, int rounding, float lr, float 
         plan.add(nb::cast<int64_t>(t[6]), unit({&weights, &gradients, &accumulators}));
     }
     plan.run(threads, [&] {
-        return [&, scratch = std::vector<float>(size_t(2 * plan.longest()))](const Range &r) mutable {
-            kernels->step(jobs[r.tensor], r.begin, r.end, scratch.data());
+        return [&, scratch = std::unique_ptr<float[]>(), size = int64_t(0)](const Range &r) mutable {
+            const int64_t needed = 2 * (r.end - r.begin);
+            if (needed > size) scratch.reset(new float[size_t(size = needed)]);
+            kernels->step(jobs[r.tensor], r.begin, r.end, scratch.get());
         };
     });
 }

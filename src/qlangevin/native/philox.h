@@ -75,14 +75,14 @@ inline void philox_tile(const Source &source, const Schedule &schedule, uint32_t
     }
 }
 
-// Multiples of 2^-24 in [0, 1) for `tiles` tiles.
+// Uniforms, the middles of 2^23 cells, for `tiles` tiles.
 inline void uniform_tiles(const Source &source, uint32_t purpose, uint64_t tile, int tiles, float *out) {
     const Schedule schedule(source);
     for (int t = 0; t < tiles; ++t) {
         Lanes lanes;
         philox_tile(source, schedule, purpose, tile + uint64_t(t), lanes);
         const uint32_t *word = &lanes.word[0][0];
-        for (int i = 0; i < kTile; ++i) out[t * kTile + i] = float(int32_t(word[i] >> 8)) * 0x1p-24f;
+        for (int i = 0; i < kTile; ++i) out[t * kTile + i] = float(int32_t(word[i] >> 9)) * 0x1p-23f + 0x1p-24f;
     }
 }
 

@@ -7,7 +7,7 @@ namespace {
 
 using qlangevin::Grid;
 
-constexpr float kFar = 0x1p30f, kNormalBound = 6.660446889261581f;
+constexpr float kFar = 0x1p30f, kWidest = 0x1p54f, kNormalBound = 6.660446889261581f;
 constexpr double kSlack = 1 + 0x1p-20;
 
 // Half away from zero: with the largest float below 1/2 added, truncation does it, halves and all.
@@ -26,13 +26,16 @@ inline F onto(F n, F gap, float low, float high, F x) {
 }
 
 // n moved by one, up with probability p_up, down with probability p_down.
-inline F moved(F n, F p_down, F p_up, F u) { return n + one_where(u >= 1.0f - p_up) - one_where(u < p_down); }
+inline F moved(F n, F p_down, F p_up, F u) {
+    const I up = u >= 1.0f - p_up;
+    return n + one_where(up) - one_where((u < p_down) & ~up);
+}
 
 // Stochastic rounding of y: the law of `settle` with nothing to add. Whichever neighbour is the nearest, the upper one is
-// taken if u >= 1 - (y - floor(y)): the difference 1 - r is exact where it decides.
+// taken if u >= 1 - f for y = t + f > 0, and if u >= -f for y = t + f < 0, where t is y without its fraction f.
 inline F settle_stochastic(F y, F u) {
-    const F below = floor(y);
-    return below + one_where(u >= 1.0f - (y - below));
+    const F t = whole(y), above = one_where(y >= 0.0f);
+    return (t - 1.0f) + above + one_where(u >= above - (y - t));
 }
 
 // n + r with variance s, or what stochastic rounding has if that is more.
@@ -68,7 +71,7 @@ inline F settle_wide(F y, F s, F u, float wide_at) {
     const F extra = lesser(positive(s - least), room);
     const F p_up = up / above + extra / (above * (below + above));
     const F p_down = down / below + extra / (below * (below + above));
-    return n + (u >= 1.0f - p_up ? above : F{}) - (u < p_down ? below : F{});
+    return n + (u >= 1.0f - p_up ? above : u < p_down ? -below : F{});
 }
 
 inline F reaches(F y, F s) { return magnitude(y) + root(s) * kNormalBound + 1.5f; }
@@ -109,7 +112,7 @@ struct Gap {
     explicit Gap(int e)
         : gap(power_of_two(e)), lift(e < -100 ? 0x1p64f : 1.0f), inverse(power_of_two(e < -100 ? -e - 64 : -e)) {}
     F of(F x) const { return in_gaps(x * lift, all(inverse)); }
-    F variance_of(F v) const { return lesser(v * lift * inverse * lift * inverse, all(kFar)); }
+    F variance_of(F v) const { return lesser(v * lift * inverse * lift * inverse, all(kWidest)); }
 };
 
 // The same for an exponent in each lane. `down` times a multiple of `gap` is the value. A format without numbers as small as
@@ -125,7 +128,7 @@ struct Gaps {
         inverse = (F)((127 - e - by) << 23);
     }
     F of(F x) const { return in_gaps(x * lift, inverse); }
-    F variance_of(F v) const { return lesser(v * lift * inverse * lift * inverse, all(kFar)); }
+    F variance_of(F v) const { return lesser(v * lift * inverse * lift * inverse, all(kWidest)); }
 };
 
 inline I lesser(I a, I b) { return a < b ? a : b; }

@@ -29,17 +29,15 @@ typedef uint64_t Wide __attribute__((vector_size(4 * kWidth)));
 
 inline F all(float x) { return F{} + x; }
 
-// What the language lacks, or compilers do not find: square roots; floor (of |x| < 2^31); a < b ? a : b and a > b ? a : b in one instruction each
+// What the language lacks, or compilers do not find: square roots; a < b ? a : b and a > b ? a : b in one instruction each
 // (b, if one of them is a NaN); whether any lane of a mask is set.
 #if defined(__AVX512F__)
 inline F root(F x) { return (F)_mm512_sqrt_ps((__m512)x); }
-inline F floor(F x) { return (F)_mm512_floor_ps((__m512)x); }
 inline F lesser(F a, F b) { return (F)_mm512_min_ps((__m512)a, (__m512)b); }
 inline F greater(F a, F b) { return (F)_mm512_max_ps((__m512)a, (__m512)b); }
 inline bool any(I mask) { return _mm512_movepi32_mask((__m512i)mask) != 0; }
 #elif defined(__AVX2__)
 inline F root(F x) { return (F)_mm256_sqrt_ps((__m256)x); }
-inline F floor(F x) { return (F)_mm256_floor_ps((__m256)x); }
 inline F lesser(F a, F b) { return (F)_mm256_min_ps((__m256)a, (__m256)b); }
 inline F greater(F a, F b) { return (F)_mm256_max_ps((__m256)a, (__m256)b); }
 inline bool any(I mask) { return _mm256_movemask_ps((__m256)mask) != 0; }
@@ -66,9 +64,6 @@ inline F magnitude(F x) { return (F)((U)x & 0x7fffffffu); }
 inline F positive(F x) { return greater(x, F{}); }
 inline F whole(F x) { return __builtin_convertvector(__builtin_convertvector(x, I), F); }  // towards zero, |x| < 2^31
 inline F one_where(I mask) { return (F)(mask & (I)all(1.0f)); }
-#if !defined(__AVX2__)
-inline F floor(F x) { return whole(x) - one_where(whole(x) > x); }
-#endif
 
 // A piece of memory: a whole vector, or what is left at the end (missing lanes read as zero).
 struct Full {
