@@ -11,6 +11,7 @@ from qlangevin import native
 # The same examples on every run, and no limit on the time of one: the first call of an operation can be slow.
 settings.register_profile("qlangevin", deadline=None, derandomize=True)
 settings.load_profile("qlangevin")
+torch.set_num_threads(1)  # tensors are small here; tests of threads ask for their own
 
 
 @pytest.fixture(params=native.levels() or ["none"])
