@@ -33,17 +33,25 @@ void nearest_block(const float *x, float *out, int64_t n, const Grid &grid) {
     });
 }
 
-// How the elements of one block are drawn on a given gap.
-template <class V>
+// How the elements of one block are drawn on a given gap. kPlain: the block is far from both ends of the exponents' range, so
+// that nothing needs lifting, bounding or clipping.
+template <class V, bool kPlain>
 struct Law {
     const float *mu;
     V v;
     float top, low, high;
 
-    template <class P> F y(int64_t i, P part, const Gap &g) const { return g.of(part.load(mu + i)); }
+    template <class P> F y(int64_t i, P part, const Gap &g) const {
+        const F x = part.load(mu + i);
+        return kPlain ? x * g.inverse : g.of(x);
+    }
     template <class P> F s(int64_t i, P part, const Gap &g) const { return g.variance_of(v.at(i, part)); }
-    template <class P> I at_risk(int64_t i, P part, const Gap &g) const { return risky(y(i, part, g), s(i, part, g), top); }
-    F on(F code, const Gap &g) const { return onto(code, all(g.gap), low, high); }
+    template <class P> I at_risk(int64_t i, P part, const Gap &g) const {
+        const F y_ = y(i, part, g), s_ = s(i, part, g);
+        const I near = reaches(y_, s_) > top;  // few are, and no other can be at risk
+        return any(near) ? near & risky(y_, s_, top) : I{};
+    }
+    F on(F code, const Gap &g) const { return kPlain ? code * g.gap + 0.0f : onto(code, all(g.gap), low, high); }
     template <class P> F draw(int64_t i, P part, const Gap &g, F u, F xi) const {
         const F y_ = y(i, part, g), s_ = s(i, part, g);
         return on(settle(y_, s_, (s_ > 0.25f) & (reaches(y_, s_) <= top), u, xi), g);
@@ -51,9 +59,9 @@ struct Law {
 };
 
 // One block of `_exact_blocks`: n elements that begin at index `at`.
-template <class V>
+template <class V, bool kPlain>
 struct Block {
-    const Law<V> law;
+    const Law<V, kPlain> law;
     float *const out;
     const int64_t at, n;
     const Grid &grid;
@@ -142,9 +150,8 @@ struct Block {
         });
     }
 
-    void round() {
-        const float most = largest(law.mu, n), top = grid.top, sigma = __builtin_sqrtf(law.v.greatest(n));
-        if (most != most) return spoil(out, n);
+    void round(float most, float sigma) {
+        const float top = grid.top;
         const float biggest = most * float(kSlack / (double(top) - 0.5)), spread = sigma * 1.1547006f;
         const float three = biggest > spread ? biggest : spread;
         const float noisy = top > 1.0f ? (most + sigma * kNormalBound) * float(kSlack / (double(top) - 1.5)) : three;
@@ -161,8 +168,15 @@ struct Block {
 template <class V>
 void corrected_block(const float *mu, V v, float *out, int64_t at, int64_t n, const Grid &grid, Bits &uniform, Bits &normal) {
     each_block(grid, n, [&](int64_t start, int64_t length) {
-        const Law<V> law{mu + start, v + start, grid.top, grid.low, grid.high};
-        Block<V>{law, out + start, at + start, length, grid, uniform, normal}.round();
+        const float most = largest(mu + start, length), sigma = __builtin_sqrtf((v + start).greatest(length));
+        if (most != most) return spoil(out + start, length);
+        const auto draw = [&](auto plain) {
+            const Law<V, plain.value> law{mu + start, v + start, grid.top, grid.low, grid.high};
+            Block<V, plain.value>{law, out + start, at + start, length, grid, uniform, normal}.round(most, sigma);
+        };
+        const bool inside = grid.max_gap > 80 && grid.min_gap < -80;
+        if (inside && most > 0x1p-60f && most < 0x1p60f && sigma < 0x1p60f) draw(Constant<true>{});
+        else draw(Constant<false>{});
     });
 }
 

@@ -81,29 +81,49 @@ void nearest_fixed(const float *x, float *out, int64_t n, const Grid &grid) {
     });
 }
 
+// Calls draw(constant true) if no element is NaN or so far out that it needs bounding: loops can then do without.
+template <bool kValue>
+struct Constant {
+    static constexpr bool value = kValue;
+};
+
+template <class Draw>
+inline void plainly(const float *x, int64_t n, const Gap &g, const Draw &draw) {
+    const float most = largest(x, n);
+    if (g.lift == 1.0f && most * g.inverse < kFar) draw(Constant<true>{});
+    else draw(Constant<false>{});
+}
+
 void stochastic_fixed(const float *x, float *out, int64_t at, int64_t n, const Grid &grid, Bits &uniform) {
     const Gap g(grid.min_gap);
-    with_bits(at, n, uniform, nullptr, [=, low = grid.low, high = grid.high](int64_t i, auto part, F u, F) {
-        const F from = part.load(x + i);
-        part.store(out + i, onto(settle_stochastic(g.of(from), u), all(g.gap), low, high, from));
+    plainly(x, n, g, [&, low = grid.low, high = grid.high](auto plain) {
+        with_bits(at, n, uniform, nullptr, [=](int64_t i, auto part, F u, F) {
+            const F from = part.load(x + i), code = settle_stochastic(plain.value ? from * g.inverse : g.of(from), u);
+            part.store(out + i, plain.value ? onto(code, all(g.gap), low, high) : onto(code, all(g.gap), low, high, from));
+        });
     });
 }
 
 template <class V>
 void corrected_fixed(const float *mu, V v, float *out, int64_t at, int64_t n, const Grid &grid, Bits &uniform, Bits &normal) {
     const Gap g(grid.min_gap);
-    const float low = grid.low, high = grid.high;
-    if (g.variance_of(all(v.greatest(n)))[0] <= 0.25f)
-        with_bits(at, n, uniform, nullptr, [=](int64_t i, auto part, F u, F) {
-            const F from = part.load(mu + i), s = g.variance_of(v.at(i, part));
-            part.store(out + i, onto(settle_discrete(g.of(from), s, u), all(g.gap), low, high, from));
-        });
-    else
-        with_bits(at, n, uniform, &normal, [=](int64_t i, auto part, F u, F xi) {
-            const F from = part.load(mu + i), s = g.variance_of(v.at(i, part));
-            const F code = V::kSame ? settle_gaussian(g.of(from), s, u, xi) : settle(g.of(from), s, s > 0.25f, u, xi);
-            part.store(out + i, onto(code, all(g.gap), low, high, from));
-        });
+    const bool noisy = g.variance_of(all(v.greatest(n)))[0] > 0.25f;
+    plainly(mu, n, g, [&, low = grid.low, high = grid.high](auto plain) {
+        const auto store = [=](int64_t i, auto part, F code, F from) {
+            part.store(out + i, plain.value ? onto(code, all(g.gap), low, high) : onto(code, all(g.gap), low, high, from));
+        };
+        if (!noisy)
+            with_bits(at, n, uniform, nullptr, [=](int64_t i, auto part, F u, F) {
+                const F from = part.load(mu + i), y = plain.value ? from * g.inverse : g.of(from);
+                store(i, part, settle_discrete(y, g.variance_of(v.at(i, part)), u), from);
+            });
+        else
+            with_bits(at, n, uniform, &normal, [=](int64_t i, auto part, F u, F xi) {
+                const F from = part.load(mu + i), y = plain.value ? from * g.inverse : g.of(from);
+                const F s = g.variance_of(v.at(i, part));
+                store(i, part, V::kSame ? settle_gaussian(y, s, u, xi) : settle(y, s, s > 0.25f, u, xi), from);
+            });
+    });
 }
 
 // ---- floating point: every element has its own gap

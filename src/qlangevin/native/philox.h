@@ -82,7 +82,7 @@ inline void uniform_tiles(const Source &source, uint32_t purpose, uint64_t tile,
         Lanes lanes;
         philox_tile(source, schedule, purpose, tile + uint64_t(t), lanes);
         const uint32_t *word = &lanes.word[0][0];
-        for (int i = 0; i < kTile; ++i) out[t * kTile + i] = float(int32_t(word[i] >> 9)) * 0x1p-23f + 0x1p-24f;
+        for (int i = 0; i < kTile; ++i) out[t * kTile + i] = float(int32_t(word[i] >> 8 | 1)) * 0x1p-24f;
     }
 }
 

@@ -55,7 +55,8 @@ inline F settle_discrete(F y, F s, F u) {
 inline F settle_gaussian(F y, F s, F u, F xi) {
     const F start = whole(y), x = (y - start) + root(positive(s - 0.25f)) * xi, offset = nearest_integer(x);
     const F r = x - offset, side = magnitude(r), extra = (0.25f - side * (1.0f - side)) * 0.5f;
-    return moved(start + offset, positive(-r) + extra, positive(r) + extra, u);
+    const I up = u >= 1.0f - (positive(r) + extra), down = u < positive(-r) + extra;  // together at most 1/2
+    return start + offset + one_where(up) - one_where(down);
 }
 
 inline F settle(F y, F s, I gaussian, F u, F xi) {
