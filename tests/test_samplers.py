@@ -382,6 +382,22 @@ def test_a_saved_accumulator_of_another_shape_or_dtype() -> None:
     assert small.tolist() == [0.25] * 4
 
 
+def test_weights_loaded_after_construction_are_not_undone() -> None:
+    p = nn.Parameter(torch.full((2, 3), 0.3))
+    sampler = SGLD([p], 0.1, 1e9, weights="bfp8", accumulator="fp32", temperature=0.0)
+    p.grad = torch.zeros_like(p)
+    for value in (0.75, 0.5):  # before the first step, and after it
+        with torch.no_grad():
+            p.fill_(value)
+        sampler.step()
+        assert torch.equal(p, torch.full((2, 3), value))
+    held = sampler.state[p]["accumulator"].add_(0.001).clone()  # what the weights are too coarse for is kept
+    with torch.no_grad():
+        p.copy_(p.clone())
+    sampler.step()
+    assert torch.equal(sampler.state[p]["accumulator"], held)
+
+
 def test_the_printed_algorithm_with_an_accumulator_is_unbiased() -> None:
     # Its last rounding and that of the weights must not share random bits; z beyond 5.5 has probability 4e-8.
     start = torch.tensor([7.0, 7.0, 7.0, 3.0]).expand(40_000, 4)

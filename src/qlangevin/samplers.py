@@ -105,7 +105,7 @@ class SGLD(Optimizer):
         weights: Q_W, the format of the parameters; None leaves them in their dtype's own precision.
         gradients: Q_G, the format gradients are rounded to, stochastically; None for full precision.
         accumulator: None keeps only the parameters (SGLDLP-L); ``"fp32"`` (SGLDLP-F) or any other format keeps a second
-            copy that takes the updates. It is what counts: load weights into the model before making the sampler.
+            copy that takes the updates; weights loaded into the model later begin a new one.
         rounding: ``"corrected"`` (Q^vc), ``"stochastic"`` (naive) or ``"nearest"``.
         algorithm: of ``"corrected"``; see `qlangevin.corrected`.
         maximize: climb instead of descend.
@@ -166,11 +166,12 @@ class SGLD(Optimizer):
             state["index"] = 1 + max((other.get("index", -1) for other in self.state.values()), default=-1)
             state["step"] = 0
         key = parameter_key(settings.seed, state["index"], state["step"])
-        if settings.accumulator and "accumulator" not in state:
+        if settings.accumulator and ("accumulator" not in state or _changed(p, state, s)):
             held = p.detach().to(ops.working_dtype(p.dtype)).contiguous()
             state["accumulator"] = quantized(held, settings.accumulator, s.onto, key, random.ROUNDING).clone()
         if new:
             p.copy_(quantized(state.get("accumulator", p), s.grid(p.dtype), s.onto, key, random.WEIGHT))
+            state["version"] = p._version
         return state
 
     @overload
@@ -203,8 +204,9 @@ class SGLD(Optimizer):
             [cast(Tensor, p.grad) for p in params], *settings.update().arguments(), ops.signed(settings.seed),
             [ops.signed(key.stream) for key in keys], [ops.signed(key.step) for key in keys],
         )  # fmt: skip
-        for state in states:
+        for p, state in zip(params, states, strict=True):
             state["step"] += 1
+            state["version"] = p._version
 
     def _check_gradients(self) -> None:
         """Refuse gradients the step cannot use before anything is changed by it."""
@@ -258,6 +260,20 @@ class SGLD(Optimizer):
             return f"parameter {names[i]!r}"
         where = next((f" of group {g}" for g, other in enumerate(self.param_groups) if g and other is group), "")
         return f"parameter {i}{where} (shape {tuple(group['params'][i].shape)})"
+
+
+def _changed(p: Tensor, state: dict[str, Any], s: Update) -> bool:
+    """Whether somebody else has written other weights into a parameter than those its accumulator stands for.
+
+    Writing raises torch's version counter, but may also have put back what was there, when a checkpoint is loaded. Weights
+    rounded from the accumulator are within two gaps of it.
+    """
+    name = s.grid(p.dtype)
+    if state.get("version", p._version) == p._version or name is None:
+        return False
+    format, weights = parse(name), p.detach().to(ops.working_dtype(p.dtype))
+    distance = (weights - state["accumulator"].clamp(format.low, format.high)).abs()
+    return bool((distance > 2 * format.gap(weights)).any())
 
 
 def first_not_finite(tensors: list[Tensor]) -> int:
