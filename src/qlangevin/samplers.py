@@ -253,6 +253,7 @@ class SGLD(Optimizer):
             if accumulator is not None:  # torch casts state to the parameter's dtype: an accumulator has its own
                 dtype = ops.working_dtype(p.dtype)
                 self.state[p]["accumulator"] = accumulator.detach().to(p.device, dtype, copy=True).contiguous()
+                self.state[p]["version"] = p._version  # what was saved counts, whenever the model is loaded
 
     def _name(self, group: dict[str, Any], i: int) -> str:
         """What to call a parameter in a message."""
