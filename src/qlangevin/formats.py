@@ -65,6 +65,10 @@ class FixedPoint:
         return 2.0**-self.frac
 
     @property
+    def min_gap_exponent(self) -> int:
+        return -self.frac
+
+    @property
     def low(self) -> float:
         return -(2.0 ** (self.bits - 1)) * self.step
 
@@ -199,23 +203,20 @@ class Float:
     man: int
     hardware: str | None = None
 
-    # name -> (emin, emax, high, torch dtype)
-    HARDWARE: ClassVar[dict[str, tuple[int, int, float, torch.dtype]]] = {
-        "fp8_e4m3": (-6, 8, 448.0, torch.float8_e4m3fn),
-        "fp8_e5m2": (-14, 15, 57344.0, torch.float8_e5m2),
-        "fp16": (-14, 15, 65504.0, torch.float16),
-        "bf16": (-126, 127, float(torch.finfo(torch.bfloat16).max), torch.bfloat16),
-        "fp32": (-126, 127, float(FLOAT32_MAX), torch.float32),
+    # name -> (exp, man), emin, emax, high, torch dtype
+    HARDWARE: ClassVar[dict[str | None, tuple[tuple[int, int], int, int, float, torch.dtype]]] = {
+        "fp8_e4m3": ((4, 3), -6, 8, 448.0, torch.float8_e4m3fn),
+        "fp8_e5m2": ((5, 2), -14, 15, 57344.0, torch.float8_e5m2),
+        "fp16": ((5, 10), -14, 15, 65504.0, torch.float16),
+        "bf16": ((8, 7), -126, 127, float(torch.finfo(torch.bfloat16).max), torch.bfloat16),
+        "fp32": ((8, 23), -126, 127, float(FLOAT32_MAX), torch.float32),
     }
-
-    DIGITS: ClassVar[dict[str, tuple[int, int]]] = {
-        "fp8_e4m3": (4, 3), "fp8_e5m2": (5, 2), "fp16": (5, 10), "bf16": (8, 7), "fp32": (8, 23),
-    }  # fmt: skip
 
     def __post_init__(self) -> None:
         _integer(self, "exp", 1, 8)
         _integer(self, "man", 1 if self.exp == 8 else 0, 23)
-        if self.hardware is not None and self.DIGITS.get(self.hardware) != (self.exp, self.man):
+        known = self.HARDWARE.get(self.hardware)
+        if self.hardware is not None and (known is None or known[0] != (self.exp, self.man)):
             raise ValueError(
                 f"hardware formats have names, parse('fp8_e4m3') say; got {self.hardware!r} with other bits"
             )
@@ -230,11 +231,11 @@ class Float:
 
     @property
     def emin(self) -> int:
-        return self.HARDWARE[self.hardware][0] if self.hardware else -(1 << (self.exp - 1))
+        return self.HARDWARE[self.hardware][1] if self.hardware else -(1 << (self.exp - 1))
 
     @property
     def emax(self) -> int:
-        return self.HARDWARE[self.hardware][1] if self.hardware else (1 << (self.exp - 1)) - 1
+        return self.HARDWARE[self.hardware][2] if self.hardware else (1 << (self.exp - 1)) - 1
 
     @property
     def min_gap_exponent(self) -> int:
@@ -255,12 +256,12 @@ class Float:
 
     @property
     def high(self) -> float:
-        return self.HARDWARE[self.hardware][2] if self.hardware else (2 - 2.0**-self.man) * 2.0**self.emax
+        return self.HARDWARE[self.hardware][3] if self.hardware else (2 - 2.0**-self.man) * 2.0**self.emax
 
     @property
     def dtype(self) -> torch.dtype | None:
         """The torch dtype with this value set, if there is one."""
-        return self.HARDWARE[self.hardware][3] if self.hardware else None
+        return self.HARDWARE[self.hardware][4] if self.hardware else None
 
     @property
     def storage_bits(self) -> int:
@@ -326,18 +327,13 @@ def check_holds(dtype: torch.dtype, format: Format) -> None:
     info = torch.finfo(dtype)
     digits = 1 - round(math.log2(info.eps))
     least = round(math.log2(info.smallest_normal)) - digits + 1
-    if isinstance(format, FixedPoint):
-        needs, smallest = format.bits - 1, -format.frac
-    elif isinstance(format, BlockFloat):
-        needs, smallest = format.bits - 1, format.min_gap_exponent
-    else:
-        needs, smallest = format.man + 1, format.min_gap_exponent
-    if needs > digits or smallest < least or format.high > info.max:
-        fewer = ", one with fewer exponent bits such as bfp8e7," if isinstance(format, BlockFloat) else ""
+    needs = format.man + 1 if isinstance(format, Float) else format.bits - 1
+    if needs > digits or format.min_gap_exponent < least or format.high > info.max:
+        narrower = "fewer exponent bits (bfp8e7, say)" if isinstance(format, BlockFloat) else "a narrower format"
         raise ValueError(
             f"{dtype} cannot hold every number of {format}: it has {digits} binary digits and goes from 2^{least} to "
-            f"{info.max:.4g}, the format needs {needs}, from 2^{smallest} to {format.high:.4g}; use float32 tensors or "
-            f"a narrower format{fewer or ''}".rstrip(",")
+            f"{info.max:.4g}, the format needs {needs}, from 2^{format.min_gap_exponent} to {format.high:.4g}; "
+            f"use float32 tensors or {narrower}"
         )
 
 

@@ -91,9 +91,22 @@ def check(x: Tensor, format: str) -> Format:
 @operator("quantize")
 def quantize_op(x: Tensor, format: str, rounding_: str, seed: int, stream: int, step: int, purpose: int) -> Tensor:
     """Q^d or Q^s; see `quantize`."""
-    parsed = check(x, format)
-    values = x.contiguous().to(working_dtype(x.dtype))
-    return rounding.quantize_values(values, parsed, rounding_, key_of(seed, stream, step), purpose).to(x.dtype)
+    return quantize_by(rounding.quantize_values, x, format, rounding_, seed, stream, step, purpose)
+
+
+def quantize_by(
+    compute: Callable[..., Tensor],
+    x: Tensor,
+    format: str,
+    rounding_: str,
+    seed: int,
+    stream: int,
+    step: int,
+    purpose: int,
+) -> Tensor:
+    """The body of ``qlangevin::quantize``: ``compute`` does it for contiguous float32 or float64."""
+    parsed, values = check(x, format), x.contiguous().to(working_dtype(x.dtype))
+    return compute(values, parsed, rounding_, key_of(seed, stream, step), purpose).to(x.dtype)
 
 
 @operator("corrected")
@@ -101,11 +114,23 @@ def corrected_op(
     mu: Tensor, variance: Tensor, format: str, algorithm: str, seed: int, stream: int, step: int
 ) -> Tensor:
     """Q^vc; see `corrected`."""
-    parsed = check(mu, format)
-    dtype = working_dtype(mu.dtype)
+    return corrected_by(rounding.corrected_values, mu, variance, format, algorithm, seed, stream, step)
+
+
+def corrected_by(
+    compute: Callable[..., Tensor],
+    mu: Tensor,
+    variance: Tensor,
+    format: str,
+    algorithm: str,
+    seed: int,
+    stream: int,
+    step: int,
+) -> Tensor:
+    """The body of ``qlangevin::corrected``, likewise."""
+    parsed, dtype = check(mu, format), working_dtype(mu.dtype)
     spread = check_variance(variance, mu, dtype)
-    key = key_of(seed, stream, step)
-    return rounding.corrected_values(mu.contiguous().to(dtype), spread, parsed, algorithm, key).to(mu.dtype)
+    return compute(mu.contiguous().to(dtype), spread, parsed, algorithm, key_of(seed, stream, step)).to(mu.dtype)
 
 
 def check_variance(variance: Tensor, mu: Tensor, dtype: torch.dtype) -> Tensor:

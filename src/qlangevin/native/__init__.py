@@ -10,7 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 import torch
@@ -80,29 +80,22 @@ def grid(format: Format | None, shape: torch.Size) -> kernels.Grid:
     if isinstance(format, FixedPoint):
         return kernels.Grid(1, 0, -format.frac, -format.frac, 0.0, format.low, format.high, 1, 1)
     if isinstance(format, BlockFloat):
-        line, size = format.layout(shape)
-        limits = (format.min_gap_exponent, format.max_gap_exponent)
-        return kernels.Grid(2, format.bits - 2, *limits, format.top, format.low, format.high, line, size)
+        kind, shift, layout = 2, format.bits - 2, format.layout(shape)
+    else:
+        kind, shift, layout = 3, format.man, (1, 1)
     limits = (format.min_gap_exponent, format.max_gap_exponent)
-    return kernels.Grid(3, format.man, *limits, format.top, format.low, format.high, 1, 1)
+    return kernels.Grid(kind, shift, *limits, format.top, format.low, format.high, *layout)
 
 
-def _quantize(x: Tensor, format: str, rounding_: str, seed: int, stream: int, step: int, purpose: int) -> Tensor:
-    parsed = ops.check(x, format)
-    values, key = x.detach().contiguous().to(ops.working_dtype(x.dtype)), ops.key_of(seed, stream, step)
-    if not enabled_for(values):
-        return rounding.quantize_values(values, parsed, rounding_, key, purpose).to(x.dtype)
-    return run(values, parsed, rounding_, key, purpose).to(x.dtype)
+def _quantize_values(x: Tensor, format: Format, rounding_: str, key: Key, purpose: int) -> Tensor:
+    compute = run if enabled_for(x) else rounding.quantize_values
+    return compute(x, format, rounding_, key, purpose)
 
 
-def _corrected(mu: Tensor, variance: Tensor, format: str, algorithm: str, seed: int, stream: int, step: int) -> Tensor:
-    parsed = ops.check(mu, format)
-    dtype = ops.working_dtype(mu.dtype)
-    values, spread = mu.detach().contiguous().to(dtype), ops.check_variance(variance, mu, dtype)
-    key = ops.key_of(seed, stream, step)
-    if algorithm == "paper" or not enabled_for(values):
-        return rounding.corrected_values(values, spread, parsed, algorithm, key).to(mu.dtype)
-    return run(values, parsed, "corrected", key, random.ROUNDING, spread).to(mu.dtype)
+def _corrected_values(mu: Tensor, v: Tensor, format: Format, algorithm: str, key: Key) -> Tensor:
+    if algorithm == "paper" or not enabled_for(mu):
+        return rounding.corrected_values(mu, v, format, algorithm, key)
+    return run(mu, format, "corrected", key, random.ROUNDING, v)
 
 
 def run(x: Tensor, format: Format, rounding_: str, key: Key, purpose: int, variance: Tensor | None = None) -> Tensor:
@@ -132,7 +125,7 @@ def recode(values: Tensor, codes: Tensor, exponents: Tensor | None, format: Form
         target, origin = (codes.view(torch.float32), values) if encode else (values, codes.view(torch.float32))
         target.copy_(origin)
         return
-    where = (values.data_ptr(), codes.data_ptr(), exponents.data_ptr() if exponents is not None else 0)
+    where = (values.data_ptr(), codes.data_ptr(), _address(exponents))
     threads = torch.get_num_threads()
     kernels.recode(*where, codes.itemsize, codes.numel(), grid(format, codes.shape), encode, threads)
 
@@ -191,5 +184,5 @@ def _address(tensor: Tensor | None) -> int:
 
 
 if available:
-    ops.on_cpu("quantize", _quantize)
-    ops.on_cpu("corrected", _corrected)
+    ops.on_cpu("quantize", partial(ops.quantize_by, _quantize_values))
+    ops.on_cpu("corrected", partial(ops.corrected_by, _corrected_values))

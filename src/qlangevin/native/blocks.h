@@ -5,16 +5,6 @@
 
 namespace {
 
-// Calls block(start, length) for every block of the lines in 0 .. n.
-template <class Block>
-inline void each_block(const Grid &grid, int64_t n, const Block &block) {
-    for (int64_t line = 0; line < n; line += grid.line)
-        for (int64_t start = 0; start < grid.line; start += grid.size)
-            block(line + start, grid.line - start < grid.size ? grid.line - start : grid.size);
-}
-
-inline int canonical_gap(float most, const Grid &grid) { return clamp(binade(most) - grid.shift, grid.min_gap, grid.max_gap); }
-
 inline void spoil(float *out, int64_t n) {
     for (int64_t i = 0; i < n; ++i) out[i] = __builtin_nanf("");
 }

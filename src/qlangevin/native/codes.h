@@ -56,9 +56,7 @@ void each_coded_block(const Recode &r, int64_t begin, int64_t end, const Block &
     if (r.grid.kind != Grid::kBlock) return block(begin, end - begin, static_cast<int8_t *>(nullptr));
     const int64_t per_line = (r.grid.line + r.grid.size - 1) / r.grid.size;
     int8_t *exponent = r.codes.exponents + begin / r.grid.line * per_line;
-    for (int64_t line = begin; line < end; line += r.grid.line)
-        for (int64_t start = 0; start < r.grid.line; start += r.grid.size)
-            block(line + start, r.grid.line - start < r.grid.size ? r.grid.line - start : r.grid.size, exponent++);
+    each_block(r.grid, end - begin, [&](int64_t start, int64_t n) { block(begin + start, n, exponent++); });
 }
 
 template <class Code>
@@ -68,7 +66,7 @@ void encode_as(const Recode &r, int64_t begin, int64_t end) {
     each_coded_block(r, begin, end, [&](int64_t start, int64_t n, int8_t *exponent) {
         int gap = r.grid.min_gap;
         if (exponent) {
-            gap = clamp(binade(largest(r.values + start, n)) - r.grid.shift, r.grid.min_gap, r.grid.max_gap);
+            gap = canonical_gap(largest(r.values + start, n), r.grid);
             *exponent = int8_t(gap + r.grid.shift);
         }
         encode_integers(r.values + start, codes + start, n, Gap(gap));

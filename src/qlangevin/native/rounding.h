@@ -158,4 +158,14 @@ inline float largest(const float *x, int64_t n) {
     return as_float(uint32_t(one));
 }
 
+// ---- blocks: calls block(start, length) for every one of the lines in 0 .. n
+template <class Block>
+inline void each_block(const Grid &grid, int64_t n, const Block &block) {
+    for (int64_t line = 0; line < n; line += grid.line)
+        for (int64_t start = 0; start < grid.line; start += grid.size)
+            block(line + start, grid.line - start < grid.size ? grid.line - start : grid.size);
+}
+
+inline int canonical_gap(float most, const Grid &grid) { return clamp(binade(most) - grid.shift, grid.min_gap, grid.max_gap); }
+
 }  // namespace
