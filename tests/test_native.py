@@ -108,7 +108,7 @@ def test_the_step_on_codes_is_the_step_on_values(name: str, rounding: Rounding, 
         key = Key(5, 1, step)
         with native.disabled():
             expected = update(theta.decode(), gradient, settings, name, key)
-        update_codes_(theta, gradient, settings, key)
+        update_codes_([theta], [], [gradient], settings, [key])
         assert torch.equal(theta.decode(), expected)
 
 

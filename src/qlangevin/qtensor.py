@@ -1,41 +1,65 @@
 """A tensor that IS low precision: integer codes, and an exponent for each block; never a float copy.
 
-What a code is depends on the format, and every number on the grid has one:
-
-    FixedPoint   the two's complement integer value / Δ
-    BlockFloat   the same with the block's Δ = 2^(E - W + 2); E is kept in ``exponents``, one int8 for each block in order
-    Float        the sign bit, then the place of |value| among the format's numbers counted from zero; for the formats of
-                 hardware this is torch's own bit pattern
-
-Codes take int8 up to 8 bits, int16 up to 16, int32 beyond; up to 4 bits two codes share a byte, the first in the low half.
+`codes` says what a code is. Up to 4 bits two of them share a byte, the first in the low half.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
-from . import native, ops
-from .formats import FP32, BlockFloat, FixedPoint, Format, parse, power_of_two
+from . import ops
+from .codes import decode_op, encode_op
+from .formats import BlockFloat, Format, check_holds, parse
 from .ops import Rounding
 from .random import Key
 
 __all__ = ["QTensor", "encode"]
 
-_CODE_DTYPES = {4: torch.int8, 8: torch.int8, 16: torch.int16, 32: torch.int32}
+aten = torch.ops.aten
 
 
-@dataclass(frozen=True, eq=False)
-class QTensor:
-    """Codes of a tensor of the given shape; `decode` gives it back, exactly, in the given dtype."""
+class QTensor(torch.Tensor):
+    """Codes of a tensor of the given shape; `decode` gives it back, exactly, in the given dtype.
+
+    It is a tensor to PyTorch: operations compute with the decoded numbers and return plain tensors, and what autograd saves
+    is the codes. Views of it are QTensors over the same codes. What is written into it, by ``copy_`` or any other operation
+    in place, is rounded to nearest.
+    """
 
     codes: Tensor
     exponents: Tensor | None
     format: Format
-    shape: torch.Size
-    dtype: torch.dtype
+    whole: torch.Size  # the shape of what the codes stand for; of a view, that of the tensor it looks at
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(
+        cls, codes: Tensor, exponents: Tensor | None, format: Format, shape: torch.Size, dtype: torch.dtype,
+        view: tuple[Sequence[int], Sequence[int], int] | None = None,
+    ) -> QTensor:  # fmt: skip
+        size, strides, offset = view or (shape, _contiguous_strides(shape), 0)
+        self: QTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, size, strides=strides, storage_offset=offset, dtype=dtype, device=codes.device
+        )
+        self.codes, self.exponents, self.format, self.whole = codes, exponents, format, torch.Size(shape)
+        return self
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
+        names = ["codes"] if self.exponents is None else ["codes", "exponents"]
+        return names, (self.format, self.whole, self.dtype, self.storage_offset())
+
+    @classmethod
+    def __tensor_unflatten__(
+        cls, parts: dict[str, Tensor], about: tuple[Any, ...], size: Sequence[int], strides: Sequence[int]
+    ) -> QTensor:
+        format, whole, dtype, offset = about
+        return cls(parts["codes"], parts.get("exponents"), format, whole, dtype, (size, strides, offset))
 
     @property
     def nbytes(self) -> int:
@@ -43,30 +67,48 @@ class QTensor:
         return self.codes.nbytes + (self.exponents.nbytes if self.exponents is not None else 0)
 
     @property
-    def device(self) -> torch.device:
-        return self.codes.device
-
-    def numel(self) -> int:
-        return self.shape.numel()
-
-    def to(self, device: torch.device | str) -> QTensor:
-        exponents = self.exponents.to(device) if self.exponents is not None else None
-        return replace(self, codes=self.codes.to(device), exponents=exponents)
+    def is_view(self) -> bool:
+        return self.shape != self.whole or self.stride() != _contiguous_strides(self.whole)
 
     def unpacked(self) -> Tensor:
-        """The codes, one an element, in the tensor's shape."""
+        """The codes, one an element, in the shape of `whole`."""
         if self.format.storage_bits > 4:
-            return self.codes.view(self.shape)
+            return self.codes.view(self.whole)
         low, high = (self.codes << 4) >> 4, self.codes >> 4  # arithmetic shifts extend the sign
-        return torch.stack((low, high), 1).view(-1)[: self.numel()].view(self.shape)
+        return torch.stack((low, high), 1).view(-1)[: self.whole.numel()].view(self.whole)
 
-    def decode(self) -> Tensor:
-        """The numbers the codes stand for."""
+    def decode_whole(self) -> Tensor:
         values: Tensor = decode_op(self.unpacked(), self.exponents, str(self.format))
         return values.to(self.dtype)
 
-    def __repr__(self) -> str:
-        return f"QTensor({self.format}, shape={tuple(self.shape)}, {self.nbytes} bytes, device={self.device})"
+    def decode(self) -> Tensor:
+        """The numbers the codes stand for, as a plain tensor; gradients pass through."""
+        return cast(Tensor, _Decode.apply(self)) if self.requires_grad and torch.is_grad_enabled() else _values_of(self)
+
+    def overwrite(self, values: Tensor) -> None:
+        """Put other numbers in place of all of `whole`, rounded to nearest."""
+        new = encode(values, self.format)
+        self.codes.copy_(new.codes)
+        if self.exponents is not None and new.exponents is not None:
+            self.exponents.copy_(new.exponents)
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        grad = ", requires_grad=True" if self.requires_grad else ""
+        return f"QTensor({self.format}, shape={tuple(self.shape)}, {self.nbytes} bytes, device={self.device}{grad})"
+
+    @classmethod
+    @torch._disable_dynamo  # where a compiled function falls back to eager code, this is not to be compiled by itself
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if (special := _SPECIAL.get(func)) is not None and isinstance(args[0], QTensor):
+            result = special(func, *args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        if func.is_view:
+            return _view(func, *args, **kwargs)
+        if func._schema.is_mutable:
+            return _write(func, args, kwargs)
+        return func(*tree_map_only(QTensor, _values_of, args), **tree_map_only(QTensor, _values_of, kwargs))
 
 
 def encode(x: Tensor, format: str | Format, rounding: Rounding = "nearest", key: Key | None = None) -> QTensor:
@@ -80,80 +122,120 @@ def encode(x: Tensor, format: str | Format, rounding: Rounding = "nearest", key:
     return QTensor(codes, exponents if isinstance(parsed, BlockFloat) else None, parsed, x.shape, x.dtype)
 
 
-@ops.operator("encode")
-def encode_op(values: Tensor, format: str) -> tuple[Tensor, Tensor]:
-    """(codes, exponents) of float32 numbers on the grid, one code an element; formats without blocks have no exponents."""
-    if bool(values.isnan().any()):
-        raise ValueError(
-            "cannot encode NaN: no code stands for it; look for its origin, or replace it with torch.nan_to_num"
-        )
-    parsed = ops.parse(format)
-    if not native.enabled_for(values):
-        return _codes(values, parsed)
-    codes, exponents = _empty_codes(values, parsed)
-    native.recode(values, codes, exponents, parsed, encode=True)
-    return codes, exponents
+class _Decode(torch.autograd.Function):
+    """Decoding, straight through for autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, q: QTensor) -> Tensor:
+        return _values_of(q)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return grad
 
 
-@ops.operator("decode")
-def decode_op(codes: Tensor, exponents: Tensor | None, format: str) -> Tensor:
-    """The float32 numbers of unpacked codes."""
-    parsed = ops.parse(format)
-    if not native.enabled_for(codes):
-        return _values(codes, exponents, parsed)
-    values = torch.empty_like(codes, dtype=torch.float32, memory_format=torch.contiguous_format)
-    native.recode(values, codes.contiguous(), exponents, parsed, encode=False)
-    return values
+def _contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    strides, step = [], 1
+    for length in reversed(shape):
+        strides.append(step)
+        step *= max(length, 1)
+    return tuple(reversed(strides))
 
 
-def _empty_codes(values: Tensor, format: Format) -> tuple[Tensor, Tensor]:
-    blocks = format.block_count(values.shape) if isinstance(format, BlockFloat) else 0
-    return values.new_empty(values.shape, dtype=_CODE_DTYPES[format.storage_bits]), values.new_empty(
-        blocks, dtype=torch.int8
-    )
+def _values_of(q: QTensor) -> Tensor:
+    values = q.decode_whole()
+    return values.as_strided(q.shape, q.stride(), q.storage_offset()) if q.is_view else values
 
 
-@ops.fake("encode")
-def _(values: Tensor, format: str) -> tuple[Tensor, Tensor]:
-    return _empty_codes(values, ops.parse(format))
+# ---- what PyTorch's operations do with a QTensor, unless it is to decode it
 
 
-@ops.fake("decode")
-def _(codes: Tensor, exponents: Tensor | None, format: str) -> Tensor:
-    return codes.new_empty(codes.shape, dtype=torch.float32)
+def _like(q: QTensor, codes: Tensor, exponents: Tensor | None, dtype: torch.dtype | None = None) -> QTensor:
+    view = (q.shape, q.stride(), q.storage_offset()) if q.is_view else None
+    return QTensor(codes, exponents, q.format, q.whole, dtype or q.dtype, view)
 
 
-def _codes(values: Tensor, format: Format) -> tuple[Tensor, Tensor]:
-    """`encode_op` in plain PyTorch."""
-    dtype, none = _CODE_DTYPES[format.storage_bits], values.new_empty(0, dtype=torch.int8)
-    if isinstance(format, FixedPoint):
-        return (values / format.step).to(dtype), none
-    if isinstance(format, BlockFloat):
-        rows = format.blocks(values)
-        gap = format.gap_exponent(rows)
-        codes = format.unblocks(rows / power_of_two(gap, torch.float32), values.shape)
-        return codes.to(dtype), (gap + format.bits - 2).to(torch.int8).view(-1)
-    if format == FP32:
-        return values.view(torch.int32).clone(), none
-    size = values.abs()
-    gap = format.gap_exponent(size)  # a place is 2^man (E - emin + 1) + mantissa, and below 2^emin value / Δ
-    place = (size / power_of_two(gap, torch.float32)).to(torch.int32) + (gap - format.min_gap_exponent) * 2**format.man
-    sign = torch.where(values < 0, -(1 << (8 * dtype.itemsize - 1)), 0)
-    return (place + sign).to(dtype), none
+def _alias(func: Any, q: QTensor) -> QTensor:
+    return _like(q, q.codes, q.exponents)
 
 
-def _values(codes: Tensor, exponents: Tensor | None, format: Format) -> Tensor:
-    """`decode_op` in plain PyTorch."""
-    if isinstance(format, FixedPoint):
-        return codes.to(torch.float32) * format.step
-    if isinstance(format, BlockFloat):
-        assert exponents is not None
-        gap = power_of_two(exponents.view(-1, 1).to(torch.int32) - format.bits + 2, torch.float32)
-        return format.unblocks(format.blocks(codes).to(torch.float32) * gap, codes.shape)
-    if format == FP32:
-        return codes.view(torch.float32).clone()
-    place = codes.to(torch.int32) & ((1 << (8 * codes.dtype.itemsize - 1)) - 1)
-    above = ((place >> format.man) - 1).clamp_min(0)  # binades above the lowest, which holds the subnormal numbers too
-    gap = power_of_two(above + format.min_gap_exponent, torch.float32)
-    size = (place - above * 2**format.man).to(torch.float32) * gap
-    return torch.where(codes < 0, -size, size)
+def _clone(func: Any, q: QTensor, memory_format: Any = None) -> QTensor:
+    return _like(q, q.codes.clone(), None if q.exponents is None else q.exponents.clone())
+
+
+def _to(func: Any, q: QTensor, *, dtype: torch.dtype | None = None, device: Any = None, **_: Any) -> QTensor:
+    if dtype is not None:
+        check_holds(dtype, q.format)
+    exponents = None if q.exponents is None else q.exponents.to(device, copy=True)
+    return _like(q, q.codes.to(device, copy=True), exponents, dtype)
+
+
+def _copy(func: Any, q: QTensor, source: Tensor, non_blocking: bool = False) -> Any:
+    """Codes into codes of the same format; anything else is rounded, like every other number written."""
+    alike = isinstance(source, QTensor) and source.format == q.format and source.whole == q.whole
+    if not alike or q.is_view or source.is_view:  # type: ignore[attr-defined]
+        return NotImplemented
+    q.codes.copy_(source.codes, non_blocking)  # type: ignore[attr-defined]
+    if q.exponents is not None:
+        q.exponents.copy_(source.exponents, non_blocking)  # type: ignore[attr-defined]
+    return q
+
+
+def _embedding(func: Any, q: QTensor, indices: Tensor, *_: Any) -> Any:
+    """Only the rows asked for are decoded."""
+    if q.is_view:
+        return NotImplemented
+    at = indices.reshape(-1)
+    exponents = q.exponents
+    if exponents is not None and exponents.numel() >= q.whole[0]:  # each row has its own; else there is one for all
+        exponents = exponents.view(q.whole[0], -1)[at].reshape(-1)
+    values = decode_op(q.unpacked()[at], exponents, str(q.format)).to(q.dtype)
+    return values.view(*indices.shape, q.whole[1])
+
+
+_SPECIAL: dict[Any, Any] = {
+    aten.detach.default: _alias,
+    aten.alias.default: _alias,
+    aten.clone.default: _clone,
+    aten._to_copy.default: _to,
+    aten.copy_.default: _copy,
+    aten.embedding.default: _embedding,
+}
+
+
+def _view(func: Any, q: QTensor, *args: Any, **kwargs: Any) -> Any:
+    """A view is found on a tensor without numbers; it looks at the same codes."""
+    blank = torch.empty(q.whole.numel(), dtype=q.dtype, device="meta")
+    seen = func(blank.as_strided(q.shape, q.stride(), q.storage_offset()), *args, **kwargs)
+
+    def over_codes(v: Tensor) -> QTensor:
+        view = (v.shape, v.stride(), v.storage_offset())
+        return QTensor(q.codes, q.exponents, q.format, q.whole, q.dtype, view)
+
+    if isinstance(seen, Tensor) and seen.dtype != q.dtype:  # other bits of the same memory, which there is not
+        return func(_values_of(q), *args, **kwargs)
+    return over_codes(seen) if isinstance(seen, Tensor) else [over_codes(v) for v in seen]
+
+
+def _write(func: Any, args: Any, kwargs: Any) -> Any:
+    """Operations in place: done on the decoded numbers, which are then rounded to nearest."""
+    written: list[tuple[QTensor, Tensor]] = []
+    names = [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    where = {a.name: i for i, a in enumerate(func._schema.arguments)}
+    targets = {id(t) for n in names for t in _tensors(kwargs[n] if n in kwargs else args[where[n]])}
+
+    def open_up(q: QTensor) -> Tensor:
+        if id(q) not in targets:
+            return _values_of(q)
+        values = q.decode_whole()
+        written.append((q, values))
+        return values.as_strided(q.shape, q.stride(), q.storage_offset())
+
+    result = func(*tree_map_only(QTensor, open_up, args), **tree_map_only(QTensor, open_up, kwargs))
+    for q, values in written:
+        q.overwrite(values)
+    return args[0] if isinstance(result, Tensor) and isinstance(args[0], QTensor) else result
+
+
+def _tensors(argument: Any) -> list[Any]:
+    return list(argument) if isinstance(argument, (list, tuple)) else [argument]

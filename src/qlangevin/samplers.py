@@ -1,17 +1,14 @@
 """SGLD as a torch optimizer: a thin class that walks the parameters; the step itself is in `steps`.
 
-The loss is the MEAN over the batch. With N data, learning rate lr, temperature T and weight decay λ (the Gaussian prior's
-precision over N) a step is the paper's with α = lr / N: its noise has variance 2 lr T / N. ``temperature=0`` is SGD.
-Every method of the paper is a choice of settings.
+Every method of the paper is a choice of `settings`; ``temperature=0`` is SGD.
 """
 
 from __future__ import annotations
 
-import math
-import numbers
+import weakref
+from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, fields
-from functools import lru_cache
+from dataclasses import fields
 from typing import Any, cast, overload
 
 import torch
@@ -19,77 +16,13 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from . import native, ops, random
-from .formats import FLOAT32_MAX, FP8_E4M3, FP32, Format, check_holds, parse
+from .formats import Format, parse
 from .ops import Algorithm, Rounding
-from .random import Key
-from .steps import Update, parameter_key, quantized, sgld_op
+from .qtensor import QTensor
+from .settings import FORMATS, Settings, check_parameter
+from .steps import Update, parameter_key, quantized, sgld_op, update_codes_
 
 __all__ = ["SGLD"]
-
-FORMATS = ("weights", "gradients", "accumulator")
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What a parameter group is told, checked; formats by name."""
-
-    lr: float
-    num_data: float
-    temperature: float
-    weight_decay: float
-    weights: str | None
-    gradients: str | None
-    accumulator: str | None
-    rounding: Rounding
-    algorithm: Algorithm
-    maximize: bool
-    seed: int
-
-    def __post_init__(self) -> None:
-        for name in ("lr", "temperature", "weight_decay"):
-            value = getattr(self, name)
-            if not (isinstance(value, numbers.Real) and 0 <= float(value) < FLOAT32_MAX):
-                raise ValueError(f"{name} must be a finite number that is not negative, got {value!r}")
-            object.__setattr__(self, name, float(value))  # also of NumPy's numbers
-        if not (isinstance(self.num_data, numbers.Real) and 0 < self.num_data < math.inf):
-            raise ValueError(
-                f"num_data must be the number of training examples, a positive number, got {self.num_data!r}"
-            )
-        if not self.variance < FLOAT32_MAX:
-            raise ValueError(
-                f"the noise would have variance 2 lr temperature / num_data = {self.variance}; check num_data"
-            )
-        ops.choose("rounding", self.rounding, ("nearest", "stochastic", "corrected"))
-        ops.choose("algorithm", self.algorithm, ("exact", "paper"))
-        Key(self.seed)
-
-    @classmethod
-    def of(cls, group: dict[str, Any]) -> Settings:
-        """Those of a parameter group: formats become names, a tensor lr (as schedulers may set) a number."""
-        settings = {f.name: group[f.name] for f in fields(cls)}
-        settings["lr"] = float(settings["lr"]) if isinstance(settings["lr"], Tensor) else settings["lr"]
-        for name in FORMATS:
-            settings[name] = None if settings[name] is None else str(parse(settings[name]))
-        return cls(**settings)
-
-    @property
-    def variance(self) -> float:
-        """Of the noise of one step."""
-        return 2 * self.lr * self.temperature / float(self.num_data)
-
-    def update(self) -> Update:
-        return Update(
-            self.lr, self.weight_decay, self.variance, self.weights, self.gradients, self.accumulator, self.rounding,
-            self.algorithm, self.maximize,
-        )  # fmt: skip
-
-
-@lru_cache(maxsize=1024)
-def check_dtype(dtype: torch.dtype, weights: str | None, accumulator: str | None) -> None:
-    """Refuse formats that parameters of a dtype, or their accumulators, cannot hold."""
-    check_holds(dtype, parse(weights) if weights else FP32 if dtype == torch.float32 else FP8_E4M3)
-    if accumulator:
-        check_holds(ops.working_dtype(dtype), parse(accumulator))
 
 
 class SGLD(Optimizer):
@@ -102,7 +35,7 @@ class SGLD(Optimizer):
         num_data: N, the number of training examples.
         temperature: scales the noise; 1 samples the posterior, 0 is SGD.
         weight_decay: the precision of the Gaussian prior over N.
-        weights: Q_W, the format of the parameters; None leaves them in their dtype's own precision.
+        weights: Q_W, the format of the parameters; None leaves them in their dtype's own precision, or as they are packed.
         gradients: Q_G, the format gradients are rounded to, stochastically; None for full precision.
         accumulator: None keeps only the parameters (SGLDLP-L); ``"fp32"`` (SGLDLP-F) or any other format keeps a second
             copy that takes the updates; weights loaded into the model later begin a new one.
@@ -110,6 +43,9 @@ class SGLD(Optimizer):
         algorithm: of ``"corrected"``; see `qlangevin.corrected`.
         maximize: climb instead of descend.
         seed: of all random bits; two samplers with the same seed draw the same.
+        step_in_backward: step each parameter as soon as ``backward`` has its gradient, and free the gradient: there is never
+            more than one of them. ``step()`` then has nothing left to do, and gradients cannot be clipped, accumulated
+            over several backward passes or rejected as a whole.
     """
 
     def __init__(
@@ -127,11 +63,13 @@ class SGLD(Optimizer):
         algorithm: Algorithm = "exact",
         maximize: bool = False,
         seed: int = 0,
+        step_in_backward: bool = False,
     ) -> None:
         names = (f.name for f in fields(Settings))
         given = locals()
         defaults = {name: given[name] for name in names}
         Settings.of(defaults)
+        self.step_in_backward = step_in_backward
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -146,12 +84,16 @@ class SGLD(Optimizer):
             raise
         for p in group["params"]:
             self._begin(p, settings)
+            if self.step_in_backward and p.requires_grad:
+                p.register_post_accumulate_grad_hook(InBackward(self))
 
     def _check(self, group: dict[str, Any], settings: Settings) -> None:
         """Refuse formats the parameters cannot hold; keep formats by name, so that a saved group is numbers and words."""
         for i, p in enumerate(group["params"]):
             try:
-                check_dtype(p.dtype, settings.weights, settings.accumulator)
+                check_parameter(p, settings)
+                if any(hook.acts_for_another(self) for hook in _hooks(p)):
+                    raise ValueError("another sampler steps it in backward; one parameter has one sampler")
             except (TypeError, ValueError) as error:
                 raise type(error)(f"{self._name(group, i)}: {error}") from None
         for name in FORMATS:
@@ -167,10 +109,11 @@ class SGLD(Optimizer):
             state["step"] = 0
         key = parameter_key(settings.seed, state["index"], state["step"])
         if settings.accumulator and ("accumulator" not in state or _changed(p, state, s)):
-            held = p.detach().to(ops.working_dtype(p.dtype)).contiguous()
+            held = _values(p).to(ops.working_dtype(p.dtype)).contiguous()
             state["accumulator"] = quantized(held, settings.accumulator, s.onto, key, random.ROUNDING).clone()
+        if new and not (isinstance(p, QTensor) and "accumulator" not in state):
+            p.copy_(quantized(state.get("accumulator", p), s.grid(p), s.onto, key, random.WEIGHT))
         if new:
-            p.copy_(quantized(state.get("accumulator", p), s.grid(p.dtype), s.onto, key, random.WEIGHT))
             state["version"] = p._version
         return state
 
@@ -190,41 +133,59 @@ class SGLD(Optimizer):
             settings = Settings.of(group)
             self._check(group, settings)
             plans.append((settings, [p for p in group["params"] if p.grad is not None]))
-        self._check_gradients()
+        self._check_gradients([(g, i) for g in self.param_groups for i in range(len(g["params"]))])
         for settings, params in plans:
             if params:
                 self._step_group(settings, params)
         return loss
 
     def _step_group(self, settings: Settings, params: list[Tensor]) -> None:
+        """Step parameters that share settings: plain ones in one operator, packed ones on their codes."""
         states = [self._begin(p, settings) for p in params]
-        keys = [parameter_key(settings.seed, state["index"], state["step"] + 1) for state in states]
-        sgld_op(
-            params, [state["accumulator"] for state in states] if settings.accumulator else [],
-            [cast(Tensor, p.grad) for p in params], *settings.update().arguments(), ops.signed(settings.seed),
-            [ops.signed(key.stream) for key in keys], [ops.signed(key.step) for key in keys],
-        )  # fmt: skip
+        alike: dict[Any, list[int]] = defaultdict(list)
+        for i, p in enumerate(params):
+            alike[p.format if isinstance(p, QTensor) else None].append(i)
+        for packed, members in alike.items():
+            held = [states[i]["accumulator"] for i in members] if settings.accumulator else []
+            keys = [parameter_key(settings.seed, states[i]["index"], states[i]["step"] + 1) for i in members]
+            these, gradients = [params[i] for i in members], [cast(Tensor, params[i].grad) for i in members]
+            if packed is not None:
+                update_codes_(cast(list[QTensor], these), held, gradients, settings.update(), keys)
+            else:
+                streams, steps = [ops.signed(key.stream) for key in keys], [ops.signed(key.step) for key in keys]
+                seed = ops.signed(settings.seed)
+                sgld_op(these, held, gradients, *settings.update().arguments(), seed, streams, steps)
         for p, state in zip(params, states, strict=True):
             state["step"] += 1
             state["version"] = p._version
 
-    def _check_gradients(self) -> None:
+    @torch.no_grad()
+    def step_one(self, p: Tensor) -> None:
+        """Step one parameter whose gradient is ready, and free the gradient."""
+        group, i = next((g, i) for g in self.param_groups for i, other in enumerate(g["params"]) if other is p)
+        settings = Settings.of(group)
+        check_parameter(p, settings)
+        self._check_gradients([(group, i)])
+        self._step_group(settings, [p])
+        p.grad = None
+
+    def _check_gradients(self, places: list[tuple[dict[str, Any], int]]) -> None:
         """Refuse gradients the step cannot use before anything is changed by it."""
         plain, names = [], []
-        for group in self.param_groups:
-            for i, p in enumerate(group["params"]):
-                g = p.grad
-                if g is None:
-                    continue
-                if g.layout != torch.strided or g.is_complex():
-                    kind = "complex" if g.is_complex() else "sparse"
-                    raise TypeError(f"{self._name(group, i)} has a {kind} gradient; SGLD needs dense real ones")
-                plain.append(g)
-                names.append(self._name(group, i))
+        for group, i in places:
+            g = group["params"][i].grad
+            if g is None:
+                continue
+            if g.layout != torch.strided or g.is_complex():
+                kind = "complex" if g.is_complex() else "sparse"
+                raise TypeError(f"{self._name(group, i)} has a {kind} gradient; SGLD needs dense real ones")
+            plain.append(g)
+            names.append(self._name(group, i))
         bad = first_not_finite(plain)
         if bad >= 0:
+            stepped = "it was not" if self.step_in_backward else "no parameter was"
             raise FloatingPointError(
-                f"the gradient of {names[bad]} holds an infinity or a NaN; no parameter was changed by this step"
+                f"the gradient of {names[bad]} holds an infinity or a NaN; {stepped} changed by this step"
             )
 
     def saturated(self) -> int:
@@ -232,7 +193,7 @@ class SGLD(Optimizer):
         count = 0
         for group in self.param_groups:
             for p in group["params"]:
-                name = Settings.of(group).update().grid(p.dtype)
+                name = Settings.of(group).update().grid(p)
                 if name is not None:
                     format = parse(name)
                     count += int(((p >= format.high) | (p <= format.low)).sum())
@@ -269,12 +230,36 @@ def _changed(p: Tensor, state: dict[str, Any], s: Update) -> bool:
     Writing raises torch's version counter, but may also have put back what was there, when a checkpoint is loaded. Weights
     rounded from the accumulator are within two gaps of it.
     """
-    name = s.grid(p.dtype)
+    name = s.grid(p)
     if state.get("version", p._version) == p._version or name is None:
         return False
-    format, weights = parse(name), p.detach().to(ops.working_dtype(p.dtype))
+    format, weights = parse(name), _values(p).to(ops.working_dtype(p.dtype))
     distance = (weights - state["accumulator"].clamp(format.low, format.high)).abs()
     return bool((distance > 2 * format.gap(weights)).any())
+
+
+def _values(p: Tensor) -> Tensor:
+    return p.detach().decode() if isinstance(p, QTensor) else p.detach()
+
+
+class InBackward:
+    """A hook that steps a parameter as its gradient arrives; it does not keep the sampler alive."""
+
+    def __init__(self, sampler: SGLD) -> None:
+        self.sampler = weakref.ref(sampler)
+
+    def __call__(self, p: Tensor) -> None:
+        sampler = self.sampler()
+        if sampler is not None:
+            sampler.step_one(p)
+
+    def acts_for_another(self, sampler: SGLD) -> bool:
+        return self.sampler() not in (None, sampler)
+
+
+def _hooks(p: Tensor) -> list[InBackward]:
+    hooks = getattr(p, "_post_accumulate_grad_hooks", None) or {}
+    return [hook for hook in hooks.values() if isinstance(hook, InBackward)]
 
 
 def first_not_finite(tensors: list[Tensor]) -> int:

@@ -22,7 +22,7 @@ from torch import Tensor
 from . import native, ops, random
 from .formats import BF16, FP16, FP32, parse
 from .ops import Algorithm, Rounding
-from .qtensor import QTensor, encode
+from .qtensor import QTensor
 from .random import Key
 
 __all__ = ["Update", "parameter_key", "quantized", "sgld_op", "update", "update_codes_"]
@@ -42,9 +42,11 @@ class Update:
     algorithm: Algorithm = "exact"
     maximize: bool = False
 
-    def grid(self, dtype: torch.dtype) -> str | None:
-        """The format parameters of a dtype are kept in: unless given, the dtype's own. None for float64."""
-        own = {torch.float32: FP32, torch.bfloat16: BF16, torch.float16: FP16}.get(dtype)
+    def grid(self, theta: Tensor) -> str | None:
+        """The format a parameter is kept in: unless given, that of its codes or of its dtype. None for float64."""
+        if isinstance(theta, QTensor):
+            return str(theta.format)
+        own = {torch.float32: FP32, torch.bfloat16: BF16, torch.float16: FP16}.get(theta.dtype)
         return self.weights or (str(own) if own else None)
 
     def arguments(self) -> tuple[Any, ...]:
@@ -77,6 +79,7 @@ def quantized(x: Tensor, format: str | None, rounding: str, key: Key, purpose: i
 def update(theta: Tensor, gradient: Tensor, settings: Update, format: str | None, key: Key) -> Tensor:
     """θ', on the grid of ``format`` (None: float64, no grid), as a new float32 or float64 tensor."""
     dtype = ops.working_dtype(theta.dtype)
+    theta = theta.decode() if isinstance(theta, QTensor) else theta
     theta, gradient = theta.to(dtype), gradient.to(dtype)
     g = quantized(gradient, settings.gradients, "stochastic", key, random.GRADIENT)
     g = -g if settings.maximize else g
@@ -90,23 +93,26 @@ def update(theta: Tensor, gradient: Tensor, settings: Update, format: str | None
     return quantized(mu, format, settings.onto, key, random.ROUNDING)
 
 
-def update_codes_(theta: QTensor, gradient: Tensor, settings: Update, key: Key) -> None:
-    """The same in place on the codes of a float32 QTensor; no float copy of it outlives the call."""
-    if gradient.shape != theta.shape:
-        raise ValueError(f"gradient must have the shape of theta, {tuple(theta.shape)}, got {tuple(gradient.shape)}")
-    if not bool(gradient.isfinite().all()):
-        raise FloatingPointError("the gradient holds an infinity or a NaN; nothing was changed")
-    exact = settings.algorithm == "exact" or settings.rounding != "corrected"
-    if exact and native.enabled_for(theta.codes) and theta.format.storage_bits > 4 and gradient.dtype != torch.float64:
-        plain = gradient.to(torch.float32).contiguous()
-        job = native.Job(None, theta.unpacked().contiguous(), theta.exponents, None, plain, key)
-        _run_native([job], settings, str(theta.format))
-        return
-    values = update(theta.decode(), gradient, settings, str(theta.format), key)
-    new = encode(values, theta.format)
-    theta.codes.copy_(new.codes)
-    if theta.exponents is not None and new.exponents is not None:
-        theta.exponents.copy_(new.exponents)
+def update_codes_(
+    thetas: list[QTensor], accumulators: list[Tensor], gradients: list[Tensor], s: Update, keys: list[Key]
+) -> None:
+    """The same in place on codes of one format; no float copy of them outlives the call. accumulators may be empty."""
+    exact = s.algorithm == "exact" or s.rounding != "corrected"
+    jobs: list[native.Job] = []
+    for i, (theta, gradient, key) in enumerate(zip(thetas, gradients, keys, strict=True)):
+        if gradient.shape != theta.shape:
+            raise ValueError(f"the gradient must have theta's shape, {tuple(theta.shape)}, got {tuple(gradient.shape)}")
+        held = accumulators[i] if accumulators else None
+        fast = exact and native.enabled_for(theta.codes, gradient) and theta.dtype != torch.float64
+        if fast and theta.format.storage_bits > 4:
+            plain = gradient.to(torch.float32).contiguous()
+            jobs.append(native.Job(None, theta.unpacked(), theta.exponents, held, plain, key))
+        else:
+            _step_one(theta, held, gradient, s, key)
+    if jobs:
+        _run_native(jobs, s, str(thetas[0].format))
+    for theta in thetas:
+        torch.autograd.graph.increment_version(theta)
 
 
 @ops.operator("sgld_", mutates=("thetas", "accumulators"))
@@ -143,10 +149,10 @@ def _(thetas: list[Tensor], accumulators: list[Tensor], gradients: list[Tensor],
 def _step_one(theta: Tensor, accumulator: Tensor | None, gradient: Tensor, s: Update, key: Key) -> None:
     """One step of one tensor in place, on the PyTorch path."""
     if accumulator is None:
-        theta.copy_(update(theta, gradient, s, s.grid(theta.dtype), key))
+        theta.copy_(update(theta, gradient, s, s.grid(theta), key))
         return
     accumulator.copy_(update(accumulator, gradient, s, s.accumulator, key))
-    theta.copy_(quantized(accumulator, s.grid(theta.dtype), s.onto, key, random.WEIGHT))
+    theta.copy_(quantized(accumulator, s.grid(theta), s.onto, key, random.WEIGHT))
 
 
 def _run_native(jobs: list[native.Job], s: Update, weights: str | None) -> None:

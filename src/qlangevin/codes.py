@@ -1,0 +1,98 @@
+"""Numbers on a grid as integers and back, losslessly: what a code is.
+
+    FixedPoint   the two's complement integer value / Δ
+    BlockFloat   the same with the block's Δ = 2^(E - W + 2); E is kept in ``exponents``, one int8 for each block in order
+    Float        the sign bit, then the place of |value| among the format's numbers counted from zero; for the formats of
+                 hardware this is torch's own bit pattern
+
+Every number on the grid has one. Codes take int8 up to 8 bits, int16 up to 16, int32 beyond.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import native, ops
+from .formats import FP32, BlockFloat, FixedPoint, Format, power_of_two
+
+__all__ = ["decode_op", "encode_op"]
+
+DTYPES = {4: torch.int8, 8: torch.int8, 16: torch.int16, 32: torch.int32}
+
+
+@ops.operator("encode")
+def encode_op(values: Tensor, format: str) -> tuple[Tensor, Tensor]:
+    """(codes, exponents) of float32 numbers on the grid, one code an element; formats without blocks have no exponents."""
+    if bool(values.isnan().any()):
+        raise ValueError(
+            "cannot encode NaN: no code stands for it; look for its origin, or replace it with torch.nan_to_num"
+        )
+    parsed = ops.parse(format)
+    if not native.enabled_for(values):
+        return _codes(values, parsed)
+    codes, exponents = _empty_codes(values, parsed)
+    native.recode(values, codes, exponents, parsed, encode=True)
+    return codes, exponents
+
+
+@ops.operator("decode")
+def decode_op(codes: Tensor, exponents: Tensor | None, format: str) -> Tensor:
+    """The float32 numbers of unpacked codes."""
+    parsed = ops.parse(format)
+    if not native.enabled_for(codes):
+        return _values(codes, exponents, parsed)
+    values = torch.empty_like(codes, dtype=torch.float32, memory_format=torch.contiguous_format)
+    native.recode(values, codes.contiguous(), exponents, parsed, encode=False)
+    return values
+
+
+def _empty_codes(values: Tensor, format: Format) -> tuple[Tensor, Tensor]:
+    blocks = format.block_count(values.shape) if isinstance(format, BlockFloat) else 0
+    return values.new_empty(values.shape, dtype=DTYPES[format.storage_bits]), values.new_empty(blocks, dtype=torch.int8)
+
+
+@ops.fake("encode")
+def _(values: Tensor, format: str) -> tuple[Tensor, Tensor]:
+    return _empty_codes(values, ops.parse(format))
+
+
+@ops.fake("decode")
+def _(codes: Tensor, exponents: Tensor | None, format: str) -> Tensor:
+    return codes.new_empty(codes.shape, dtype=torch.float32)
+
+
+def _codes(values: Tensor, format: Format) -> tuple[Tensor, Tensor]:
+    """`encode_op` in plain PyTorch."""
+    dtype, none = DTYPES[format.storage_bits], values.new_empty(0, dtype=torch.int8)
+    if isinstance(format, FixedPoint):
+        return (values / format.step).to(dtype), none
+    if isinstance(format, BlockFloat):
+        rows = format.blocks(values)
+        gap = format.gap_exponent(rows)
+        codes = format.unblocks(rows / power_of_two(gap, torch.float32), values.shape)
+        return codes.to(dtype), (gap + format.bits - 2).to(torch.int8).view(-1)
+    if format == FP32:
+        return values.view(torch.int32).clone(), none
+    size = values.abs()
+    gap = format.gap_exponent(size)  # a place is 2^man (E - emin + 1) + mantissa, and below 2^emin value / Δ
+    place = (size / power_of_two(gap, torch.float32)).to(torch.int32) + (gap - format.min_gap_exponent) * 2**format.man
+    sign = torch.where(values < 0, -(1 << (8 * dtype.itemsize - 1)), 0)
+    return (place + sign).to(dtype), none
+
+
+def _values(codes: Tensor, exponents: Tensor | None, format: Format) -> Tensor:
+    """`decode_op` in plain PyTorch."""
+    if isinstance(format, FixedPoint):
+        return codes.to(torch.float32) * format.step
+    if isinstance(format, BlockFloat):
+        assert exponents is not None
+        gap = power_of_two(exponents.view(-1, 1).to(torch.int32) - format.bits + 2, torch.float32)
+        return format.unblocks(format.blocks(codes).to(torch.float32) * gap, codes.shape)
+    if format == FP32:
+        return codes.view(torch.float32).clone()
+    place = codes.to(torch.int32) & ((1 << (8 * codes.dtype.itemsize - 1)) - 1)
+    above = ((place >> format.man) - 1).clamp_min(0)  # binades above the lowest, which holds the subnormal numbers too
+    gap = power_of_two(above + format.min_gap_exponent, torch.float32)
+    size = (place - above * 2**format.man).to(torch.float32) * gap
+    return torch.where(codes < 0, -size, size)

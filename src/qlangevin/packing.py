@@ -1,0 +1,115 @@
+"""Parameters that are low precision from the first step to the last: one byte a weight, and no float copy beside it."""
+
+from __future__ import annotations
+
+import gc
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from . import ops, random
+from .formats import Format, check_holds, parse
+from .ops import Rounding
+from .qtensor import QTensor, encode
+from .selection import Choice, choose
+from .steps import parameter_key, quantized
+
+__all__ = ["pack", "unpack"]
+
+
+def pack(
+    model: nn.Module,
+    weights: str | Format,
+    *,
+    layers: Choice = nn.Module,
+    skip: Choice | None = None,
+    rounding: Rounding = "stochastic",
+    seed: int = 0,
+) -> nn.Module:
+    """Turn parameters into `QTensor` parameters, in place; returns the model.
+
+    Every layer works as before: it decodes its weights when it computes, in forward and again in backward, and lets go of
+    them. `SGLD` steps on the codes. Frozen parameters stay as they are. Rounded with the bits the sampler of the same seed
+    would have used, so that a packed chain equals the unpacked one.
+
+    Args:
+        model: any module. Pack before the optimizer is made: it must hold the new parameters.
+        weights: the format, Q_W.
+        layers, skip: whose parameters, by type, name pattern or predicate of name and module.
+        rounding: ``"stochastic"`` or ``"nearest"``.
+        seed: of the random bits.
+    """
+    parsed = parse(weights)
+    ops.choose("rounding", rounding, ("nearest", "stochastic"))
+    order = {id(p): i for i, p in enumerate(model.parameters())}
+    chosen = [
+        (f"{where}.{name}".lstrip("."), module, name, p)
+        for where, module in choose(model, layers, skip).items()
+        for name, p in module.named_parameters(recurse=False, remove_duplicate=False)
+        if p.requires_grad and p.dtype.is_floating_point
+    ]
+    for full, module, _, p in chosen:
+        _check(full, module, p, parsed)
+    _check_owners([(full, p) for full, _, _, p in chosen])
+    packed: dict[int, nn.Parameter] = {}
+    for _, module, name, p in chosen:  # tied weights are one parameter before and after
+        if id(p) not in packed:
+            key = parameter_key(seed, order[id(p)], 0)
+            rounded = quantized(p.detach(), str(parsed), rounding, key, random.WEIGHT)
+            packed[id(p)] = nn.Parameter(encode(rounded, parsed))
+        setattr(module, name, packed[id(p)])
+    return model
+
+
+def unpack(model: nn.Module) -> nn.Module:
+    """Turn `QTensor` parameters back into float ones with the same numbers, in place; returns the model."""
+    chosen = [
+        (f"{where}.{name}".lstrip("."), module, name, p)
+        for where, module in model.named_modules()
+        for name, p in module.named_parameters(recurse=False, remove_duplicate=False)
+        if isinstance(p, QTensor)
+    ]
+    _check_owners([(full, p) for full, _, _, p in chosen])
+    plain: dict[int, nn.Parameter] = {}
+    for _, module, name, p in chosen:
+        if id(p) not in plain:
+            plain[id(p)] = nn.Parameter(p.detach().decode(), requires_grad=p.requires_grad)
+        setattr(module, name, plain[id(p)])
+    return model
+
+
+def _check(name: str, module: nn.Module, p: Tensor, format: Format) -> None:
+    if isinstance(module, torch.jit.ScriptModule):
+        raise TypeError(f"{name!r} belongs to a scripted module, whose parameters cannot be replaced; pack before scripting")
+    if isinstance(p, QTensor):
+        raise ValueError(f"{name!r} is packed already, as {p.format}; unpack(model) first")
+    if type(p) not in (nn.Parameter, Tensor):
+        raise TypeError(f"{name!r} is a {type(p).__name__}; only plain parameters can be packed")
+    try:
+        check_holds(p.dtype, format)
+    except ValueError as error:
+        raise ValueError(f"{name!r}: {error}") from None
+    if not bool(p.isfinite().all()):
+        raise ValueError(f"{name!r} holds an infinity or a NaN, for which {format} has no code")
+
+
+def _check_owners(parameters: list[tuple[str, Tensor]]) -> None:
+    """An optimizer keeps the parameters it was given: after packing it would step tensors nobody uses."""
+    ids = {id(p): name for name, p in parameters}
+    for attempt in range(2):
+        optimizers = [o for o in gc.get_objects() if issubclass(type(o), Optimizer)]
+        owned = next(
+            ((ids[id(p)], o) for o in optimizers for g in o.param_groups for p in g["params"] if id(p) in ids), None
+        )
+        if owned is None:
+            return
+        if attempt == 0:
+            del optimizers, owned
+            gc.collect()  # it may be one that nobody has any more
+    assert owned is not None
+    name, owner = owned
+    raise ValueError(
+        f"{name!r} belongs to a {type(owner).__name__} optimizer, which would go on with the old tensor; "
+        "pack or unpack first, then make the optimizer"
+    )

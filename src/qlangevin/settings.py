@@ -1,0 +1,98 @@
+"""What a sampler's parameter group is told, checked.
+
+The loss is the MEAN over the batch. With N data, learning rate lr, temperature T and weight decay λ (the Gaussian prior's
+precision over N) a step is the paper's with α = lr / N: its noise has variance 2 lr T / N.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from dataclasses import dataclass, fields
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import ops
+from .formats import FLOAT32_MAX, FP8_E4M3, FP32, check_holds, parse
+from .ops import Algorithm, Rounding
+from .qtensor import QTensor
+from .random import Key
+from .steps import Update
+
+__all__ = ["FORMATS", "Settings", "check_parameter"]
+
+FORMATS = ("weights", "gradients", "accumulator")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a parameter group is told, checked; formats by name."""
+
+    lr: float
+    num_data: float
+    temperature: float
+    weight_decay: float
+    weights: str | None
+    gradients: str | None
+    accumulator: str | None
+    rounding: Rounding
+    algorithm: Algorithm
+    maximize: bool
+    seed: int
+
+    def __post_init__(self) -> None:
+        for name in ("lr", "temperature", "weight_decay"):
+            value = getattr(self, name)
+            if not (isinstance(value, numbers.Real) and 0 <= float(value) < FLOAT32_MAX):
+                raise ValueError(f"{name} must be a finite number that is not negative, got {value!r}")
+            object.__setattr__(self, name, float(value))  # also of NumPy's numbers
+        if not (isinstance(self.num_data, numbers.Real) and 0 < self.num_data < math.inf):
+            raise ValueError(
+                f"num_data must be the number of training examples, a positive number, got {self.num_data!r}"
+            )
+        if not self.variance < FLOAT32_MAX:
+            raise ValueError(
+                f"the noise would have variance 2 lr temperature / num_data = {self.variance}; check num_data"
+            )
+        ops.choose("rounding", self.rounding, ("nearest", "stochastic", "corrected"))
+        ops.choose("algorithm", self.algorithm, ("exact", "paper"))
+        Key(self.seed)
+
+    @classmethod
+    def of(cls, group: dict[str, Any]) -> Settings:
+        """Those of a parameter group: formats become names, a tensor lr (as schedulers may set) a number."""
+        settings = {f.name: group[f.name] for f in fields(cls)}
+        settings["lr"] = float(settings["lr"]) if isinstance(settings["lr"], Tensor) else settings["lr"]
+        for name in FORMATS:
+            settings[name] = None if settings[name] is None else str(parse(settings[name]))
+        return cls(**settings)
+
+    @property
+    def variance(self) -> float:
+        """Of the noise of one step."""
+        return 2 * self.lr * self.temperature / float(self.num_data)
+
+    def update(self) -> Update:
+        return Update(
+            self.lr, self.weight_decay, self.variance, self.weights, self.gradients, self.accumulator, self.rounding,
+            self.algorithm, self.maximize,
+        )  # fmt: skip
+
+
+def check_parameter(p: Tensor, settings: Settings) -> None:
+    """Refuse formats a parameter, or its accumulator, cannot hold; and another format than the one it is packed in."""
+    _check_dtype(p.dtype, settings.weights, settings.accumulator)
+    if isinstance(p, QTensor) and settings.weights not in (None, str(p.format)):
+        raise ValueError(
+            f"it is packed as {p.format}, but weights={settings.weights!r}; leave weights out, or unpack it"
+        )
+
+
+@lru_cache(maxsize=1024)
+def _check_dtype(dtype: torch.dtype, weights: str | None, accumulator: str | None) -> None:
+    check_holds(dtype, parse(weights) if weights else FP32 if dtype == torch.float32 else FP8_E4M3)
+    if accumulator:
+        check_holds(ops.working_dtype(dtype), parse(accumulator))
