@@ -16,7 +16,7 @@ from torch import Tensor
 from . import native, ops
 from .formats import FP32, BlockFloat, FixedPoint, Format, power_of_two
 
-__all__ = ["decode_op", "encode_op"]
+__all__ = ["decode_op", "encode_exactly", "encode_op"]
 
 DTYPES = {4: torch.int8, 8: torch.int8, 16: torch.int16, 32: torch.int32}
 
@@ -45,6 +45,21 @@ def decode_op(codes: Tensor, exponents: Tensor | None, format: str) -> Tensor:
     values = torch.empty_like(codes, dtype=torch.float32, memory_format=torch.contiguous_format)
     native.recode(values, codes.contiguous(), exponents, parsed, encode=False)
     return values
+
+
+def encode_exactly(values: Tensor, format: Format) -> tuple[Tensor, Tensor | None] | None:
+    """(codes, exponents) of contiguous float32 numbers if they decode to the same bits; None if not, or if it saves nothing."""
+    if format.storage_bits >= 32:
+        return None
+    codes, exponents = _empty_codes(values, format)
+    if native.enabled_for(values):
+        same = native.encode_exactly(values, codes, exponents, format)
+    else:
+        same = bool(values.isfinite().all()) and bool((values >= format.low).all() and (values <= format.high).all())
+        if same:
+            codes, exponents = _codes(values, format)
+            same = torch.equal(_values(codes, exponents, format).view(torch.int32), values.view(torch.int32))
+    return (codes, exponents if isinstance(format, BlockFloat) else None) if same else None
 
 
 def _empty_codes(values: Tensor, format: Format) -> tuple[Tensor, Tensor]:

@@ -29,7 +29,7 @@ WORD = 0xFFFFFFFF
 LANES, TILE = 16, 64
 
 # What a draw is for. One element of one step may need several independent numbers.
-ROUNDING, NOISE, CHOICE, GRADIENT, WEIGHT, LEFTOVER = range(6)
+ROUNDING, NOISE, CHOICE, GRADIENT, WEIGHT, LEFTOVER, ACTIVATION, ERROR = range(8)
 STREAM = 255  # deriving another stream
 
 # |normal| never exceeds this: the least uniform is 2^-32. The exact block algorithms rely on it for headroom.

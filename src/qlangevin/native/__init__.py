@@ -98,10 +98,13 @@ def _corrected_values(mu: Tensor, v: Tensor, format: Format, algorithm: str, key
     return run(mu, format, "corrected", key, random.ROUNDING, v)
 
 
-def run(x: Tensor, format: Format, rounding_: str, key: Key, purpose: int, variance: Tensor | None = None) -> Tensor:
-    """One call of the quantize kernel on a contiguous float32 tensor."""
-    _require(torch.float32, x.shape, x, *([variance] if variance is not None and variance.dim() else []))
-    out = torch.empty_like(x)
+def run(
+    x: Tensor, format: Format, rounding_: str, key: Key, purpose: int, variance: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """One call of the quantize kernel on a contiguous float32 tensor; ``out`` may be x itself."""
+    out = torch.empty_like(x) if out is None else out
+    _require(torch.float32, x.shape, x, out, *([variance] if variance is not None and variance.dim() else []))
     scalar = float(variance) if variance is not None and variance.dim() == 0 else 0.0
     each = variance.data_ptr() if variance is not None and variance.dim() else 0
     kernels.quantize(
@@ -128,6 +131,17 @@ def recode(values: Tensor, codes: Tensor, exponents: Tensor | None, format: Form
     where = (values.data_ptr(), codes.data_ptr(), _address(exponents))
     threads = torch.get_num_threads()
     kernels.recode(*where, codes.itemsize, codes.numel(), grid(format, codes.shape), encode, threads)
+
+
+def encode_exactly(values: Tensor, codes: Tensor, exponents: Tensor, format: Format) -> bool:
+    """`recode` to codes, of any numbers: whether they decode to the same bits."""
+    _require(torch.float32, codes.shape, values)
+    where = (values.data_ptr(), codes.data_ptr(), exponents.data_ptr())
+    return bool(
+        kernels.encode_exactly(
+            *where, codes.itemsize, codes.numel(), grid(format, codes.shape), torch.get_num_threads()
+        )
+    )
 
 
 def first_not_finite(tensors: list[Tensor]) -> int:

@@ -47,6 +47,9 @@ def sgld(
 def recode(
     values: int, codes: int, exponents: int, bytes: int, numel: int, grid: Grid, encode: bool, threads: int, /
 ) -> None: ...
+def encode_exactly(
+    values: int, codes: int, exponents: int, bytes: int, numel: int, grid: Grid, threads: int, /
+) -> bool: ...
 def draw(
     out: int, numel: int, normal: bool, seed: int, stream: int, step: int, purpose: int, threads: int, /
 ) -> None: ...

@@ -83,10 +83,37 @@ void decode_as(const Recode &r, int64_t begin, int64_t end) {
     });
 }
 
+// Whether codes that were made of the values stand for the same bits.
+template <class Code>
+bool same_as(const Recode &r, int64_t begin, int64_t end) {
+    constexpr int64_t kChunk = 1024;
+    const Code *codes = static_cast<const Code *>(r.codes.codes);
+    bool same = true;
+    each_coded_block(r, begin, end, [&](int64_t start, int64_t n, const int8_t *exponent) {
+        const float gap = power_of_two(exponent ? *exponent - r.grid.shift : r.grid.min_gap);
+        float chunk[kChunk];
+        for (int64_t i = 0, count; same && i < n; i += count) {
+            count = n - i < kChunk ? n - i : kChunk;
+            if (r.grid.kind == Grid::kFloat) decode_floats(codes + start + i, chunk, count, r.grid);
+            else decode_integers(codes + start + i, chunk, count, gap);
+            same = __builtin_memcmp(chunk, r.values + start + i, std::size_t(count) * sizeof(float)) == 0;
+        }
+    });
+    return same;
+}
+
 void encode_range(const Recode &r, int64_t begin, int64_t end) {
     if (r.codes.bytes == 1) return encode_as<int8_t>(r, begin, end);
     if (r.codes.bytes == 2) return encode_as<int16_t>(r, begin, end);
     encode_as<int32_t>(r, begin, end);
+}
+
+bool encode_exactly_range(const Recode &r, int64_t begin, int64_t end) {
+    const float limit = r.grid.high > -r.grid.low ? r.grid.high : -r.grid.low;
+    if (!(largest(r.values + begin, end - begin) <= limit)) return false;  // also a NaN: nothing here has a code
+    encode_range(r, begin, end);
+    if (r.codes.bytes == 1) return same_as<int8_t>(r, begin, end);
+    return r.codes.bytes == 2 ? same_as<int16_t>(r, begin, end) : same_as<int32_t>(r, begin, end);
 }
 
 void decode_range(const Recode &r, int64_t begin, int64_t end) {

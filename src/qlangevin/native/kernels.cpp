@@ -116,6 +116,6 @@ bool finite_range(const float *x, int64_t begin, int64_t end) { return largest(x
 
 namespace qlangevin {
 extern const Kernels QL_NAME(QL_LEVEL);
-const Kernels QL_NAME(QL_LEVEL) = {QL_STRING(QL_LEVEL), quantize_range, step_range,  encode_range,
-                                   decode_range,        random_range,   finite_range};
+const Kernels QL_NAME(QL_LEVEL) = {QL_STRING(QL_LEVEL), quantize_range,       step_range,   encode_range,
+                                   decode_range,        encode_exactly_range, random_range, finite_range};
 }  // namespace qlangevin

@@ -67,6 +67,7 @@ struct Kernels {
     void (*step)(const Step &, int64_t begin, int64_t end, float *scratch);
     void (*encode)(const Recode &, int64_t begin, int64_t end);
     void (*decode)(const Recode &, int64_t begin, int64_t end);
+    bool (*encode_exactly)(const Recode &, int64_t begin, int64_t end);  // of any numbers: whether the codes stand for them
     void (*random)(const Source &, uint32_t purpose, bool normal, float *out, int64_t begin, int64_t end);
     bool (*finite)(const float *, int64_t begin, int64_t end);
 };

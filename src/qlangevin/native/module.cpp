@@ -182,6 +182,19 @@ void recode(uint64_t values, uint64_t codes, uint64_t exponents, int bytes, int6
     plan.run(threads, [&] { return [&](const Range &r) { kernel(job, r.begin, r.end); }; });
 }
 
+bool encode_exactly(uint64_t values, uint64_t codes, uint64_t exponents, int bytes, int64_t numel, const Grid &grid, int threads) {
+    const Recode job{pointer<float>(values), {pointer<void>(codes), pointer<int8_t>(exponents), bytes}, grid};
+    Plan plan;
+    plan.add(numel, unit({&grid}));
+    std::atomic<bool> same{true};
+    plan.run(threads, [&] {
+        return [&](const Range &r) {
+            if (same.load(std::memory_order_relaxed) && !kernels->encode_exactly(job, r.begin, r.end)) same = false;
+        };
+    });
+    return same;
+}
+
 void draw(uint64_t out, int64_t numel, bool normal, uint64_t seed, uint64_t stream, uint64_t step, uint32_t purpose,
             int threads) {
     const Source bits = source(seed, stream, step);
@@ -222,6 +235,7 @@ NB_MODULE(_kernels, m) {
     m.def("quantize", &quantize);
     m.def("sgld", &sgld);
     m.def("recode", &recode);
+    m.def("encode_exactly", &encode_exactly);
     m.def("draw", &draw);
     m.def("first_not_finite", &first_not_finite);
 }
