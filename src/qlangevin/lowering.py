@@ -17,15 +17,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import activation, batchnorm, conv, dropout, pooling, rnn
-from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_map_only
 
-from . import native, ops, random
+from . import flow, ops
 from .formats import FP32, Format, parse
 from .ops import Rounding
 from .random import Key
 from .recurrent import layer_by_layer
-from .saving import SavedAsCodes, memory_order
+from .saving import SavedAsCodes
 from .selection import Choice, choose
 
 __all__ = ["LAYERS", "Quantize", "load_state_dict", "lower", "state_dict", "unlower"]
@@ -90,8 +89,8 @@ def lower(
         layer = Layer(names[0], names[1], rounding, seed, Key(seed).fold(_STREAMS + i).stream)
         module.register_forward_hook(layer)
         module.extra_repr = MethodType(_extra_repr, module)  # type: ignore[method-assign]
-        if isinstance(module, nn.RNNBase):
-            module.forward = MethodType(layer_by_layer(layer.one), module)
+        if (forward := _forward_for(module)) is not None:
+            module.forward = MethodType(forward, module)
     if save_codes and names[0] is not None:
         saving = Saving(parse(names[0]))
         model.register_forward_pre_hook(saving.enter)
@@ -108,7 +107,8 @@ def unlower(model: nn.Module) -> nn.Module:
                 module._forward_hooks_always_called.pop(key, None)
         if getattr(module.__dict__.get("extra_repr"), "__func__", None) is _extra_repr:
             del module.__dict__["extra_repr"]
-            module.__dict__.pop("forward", None) if isinstance(module, nn.RNNBase) else None
+        if getattr(module.__dict__.get("forward"), "__func__", None) in (_rnn_forward, _relu_forward):
+            del module.__dict__["forward"]
     return model
 
 
@@ -132,137 +132,67 @@ class Layer:
 
     def __init__(self, activations: str | None, errors: str | None, rounding: str, seed: int, stream: int) -> None:
         self.activations, self.errors, self.rounding, self.seed, self.stream = activations, errors, rounding, seed, stream
-        self.count = torch.zeros((), dtype=torch.int64)  # a tensor, because compiled code must not depend on its value
-
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
-        if isinstance(module, nn.RNNBase):  # done between its layers
-            return output
-        if isinstance(module, nn.MultiheadAttention):  # the second output is not passed on, but looked at
-            return (self.one(module, output[0]), *output[1:])
-        there = isinstance(module, KEEPS_GRID) and bool(args) and _on_grid(args[0], output, self.activations)
-        if isinstance(output, Tensor):
-            return self.one(module, output, there)
-        return tree_map_only(Tensor, lambda t: self.one(module, t), output)
+        self.count = torch.zeros((), dtype=torch.int64)
 
     def __repr__(self) -> str:
         return f"activations={self.activations or 'fp32'}, errors={self.errors or 'fp32'}"
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if "forward" in module.__dict__:  # one of ours, which has done it
+            return output
+        if isinstance(module, nn.MultiheadAttention):  # the second output is not passed on, but looked at
+            return (self.one(module, output[0]), *output[1:])
+        if isinstance(output, Tensor):
+            kept = isinstance(module, KEEPS_GRID) and bool(args) and flow.marked(args[0], self.activations)
+            return self.one(module, output, on_grid=kept and "/" not in str(self.activations))
+        return tree_map_only(Tensor, lambda t: self.one(module, t), output)
 
     def one(self, module: nn.Module, x: Tensor, on_grid: bool = False) -> Tensor:
         """Q_A of one output, and Q_E on its error."""
         if not x.dtype.is_floating_point or (self.activations is None and self.errors is None):
             return x
-        rounding = self.rounding if module.training else "nearest"
-        step = self.count + 1 if module.training else torch.zeros_like(self.count)
-        if module.training:
-            self.count.copy_(step)
-        if torch.compiler.is_compiling() or not _simple(x):
-            seed, stream = ops.signed(self.seed), ops.signed(self.stream)
-            return cast(Tensor, lower_op(x, self.activations, self.errors, rounding, seed, stream, step))
-        key = Key(self.seed, self.stream, int(step))
-        return self._eagerly(x, rounding, key, on_grid, isinstance(module, FRESH) and not x._is_view())
+        if flow.simple(x):
+            return flow.passed(x, self.next(module), isinstance(module, FRESH) and not x._is_view(), on_grid)
+        seed, stream, rounding = ops.signed(self.seed), ops.signed(self.stream), self._rounding(module)
+        return cast(Tensor, flow.lower_op(x, self.activations, self.errors, rounding, seed, stream, self._count(module)))
 
-    def _eagerly(self, x: Tensor, rounding: str, key: Key, on_grid: bool, fresh: bool) -> Tensor:
-        """The same without a node in the graph: rounded in place, and the error by a hook on the tensor."""
-        y = x
-        if self.activations is not None and not on_grid:
-            if fresh:
-                _round(x.detach(), self.activations, rounding, key, random.ACTIVATION, in_place=True)
-            else:
-                y = cast(Tensor, _Rounded.apply(x, self.activations, rounding, key))
-        if self.activations is not None:
-            y._qlangevin_grid = (self.activations, y._version)  # type: ignore[attr-defined]
-        if self.errors is not None and y.requires_grad:
-            errors = self.errors
-            y.register_hook(lambda e: _round(e, errors, rounding, key, random.ERROR))
-        return y
+    def relu(self, module: nn.ReLU, x: Tensor) -> Tensor:
+        """The forward of `nn.ReLU`."""
+        if flow.simple(x) and self.activations is not None and flow.marked(x, self.activations):
+            return flow.relu(x, self.next(module), module.inplace, SavedAsCodes.innermost())
+        return self.one(module, nn.functional.relu(x, module.inplace))
 
+    def next(self, module: nn.Module) -> flow.Step:
+        key = Key(self.seed, self.stream, int(self._count(module)))
+        return flow.Step(self.activations, self.errors, self._rounding(module), key)
 
-class _Rounded(torch.autograd.Function):
-    """Q_A as a new tensor; the error passes."""
+    def _rounding(self, module: nn.Module) -> str:
+        return self.rounding if module.training else "nearest"
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, format: str, rounding: str, key: Key) -> Tensor:
-        return _round(x, format, rounding, key, random.ACTIVATION)
-
-    @staticmethod
-    def backward(ctx: Any, error: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        return error, None, None, None
-
-
-def _simple(x: Tensor) -> bool:
-    """Whether x is memory the kernels can write to, and no stand-in for a tensor."""
-    wrapped = torch._C._functorch.is_functorch_wrapped_tensor(x)  # type: ignore[attr-defined]
-    return type(x) is Tensor and not wrapped and native.enabled_for(x) and x.dtype == torch.float32
-
-
-def _on_grid(before: Tensor, after: Any, format: str | None) -> bool:
-    """Whether a layer that keeps the grid was given numbers on it. One that works in place has changed the version by one."""
-    known = getattr(before, "_qlangevin_grid", None)
-    return known is not None and known == (format, before._version - (before is after)) and "/" not in str(format)
-
-
-def _round(x: Tensor, format: str, rounding: str, key: Key, purpose: int, in_place: bool = False) -> Tensor:
-    """x on a grid, in the order of its memory."""
-    order = memory_order(x, ops.parse(format))
-    if order is None:
-        rounded: Tensor = ops.quantize_op(x, format, rounding, *ops.key_bits(key), purpose)
-        return x.copy_(rounded) if in_place else rounded
-    out = x if in_place else torch.empty_like(x)
-    flat, target = x.permute(order), out.permute(order)
-    if native.enabled_for(x) and x.dtype == torch.float32:
-        native.run(flat, ops.parse(format), rounding, key, purpose, out=target)
-    else:
-        target.copy_(ops.quantize_op(flat, format, rounding, *ops.key_bits(key), purpose))
-    return out
-
-
-@ops.operator("lower")
-def lower_op(
-    x: Tensor, activations: str | None, errors: str | None, rounding: str, seed: int, stream: int, step: Tensor
-) -> Tensor:
-    """Q_A; backward is Q_E."""
-    key = ops.key_of(seed, stream, int(step))
-    return x.clone() if activations is None else _round(x, activations, rounding, key, random.ACTIVATION)
-
-
-@ops.operator("lower_error")
-def error_op(e: Tensor, errors: str | None, rounding: str, seed: int, stream: int, step: Tensor) -> Tensor:
-    key = ops.key_of(seed, stream, int(step))
-    return e.clone() if errors is None else _round(e, errors, rounding, key, random.ERROR)
-
-
-@ops.fake("lower")
-@ops.fake("lower_error")
-def _(x: Tensor, *_: Any) -> Tensor:
-    order = memory_order(x)
-    return torch.empty_like(x, memory_format=torch.contiguous_format if order is None else torch.preserve_format)
-
-
-def _remember(ctx: Any, inputs: Any, output: Any) -> None:
-    ctx.how, ctx.step = inputs[2:6], inputs[6]
-
-
-def _error(ctx: Any, e: Tensor) -> tuple[Any, ...]:
-    return (error_op(e, *ctx.how, ctx.step), *[None] * 6)
-
-
-torch.library.register_autograd("qlangevin::lower", _error, setup_context=_remember, lib=ops._library)
+    def _count(self, module: nn.Module) -> Tensor:
+        """How often the layer has run in training, this time included; a tensor that stays as it is."""
+        if not module.training:
+            return torch.zeros_like(self.count)
+        count = self.count + 1
+        self.count.copy_(count)
+        return count
 
 
 class Saving:
     """The hooks on a lowered model that keep its activations as codes."""
 
     def __init__(self, format: Format) -> None:
-        self.format, self.open = format, []  # type: ignore[var-annotated]
+        self.format = format
+        self.entered: list[SavedAsCodes] = []
 
     def enter(self, module: nn.Module, args: Any) -> None:
         if not torch.compiler.is_compiling():
-            self.open.append(SavedAsCodes(self.format))
-            self.open[-1].__enter__()
+            self.entered.append(SavedAsCodes(self.format))
+            self.entered[-1].__enter__()
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self.open and not torch.compiler.is_compiling():
-            self.open.pop().__exit__()
+        if self.entered and not torch.compiler.is_compiling():
+            self.entered.pop().__exit__()
 
 
 def _ours(hook: Any) -> bool:
@@ -274,9 +204,28 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, Layer]]:
         yield from ((name, hook) for hook in module._forward_hooks.values() if isinstance(hook, Layer))
 
 
+# These find their layer when they are called: a deep copy of a module has its own.
+
+
+def _layer_of(module: nn.Module) -> Layer:
+    return next(hook for hook in module._forward_hooks.values() if isinstance(hook, Layer))
+
+
 def _extra_repr(module: nn.Module) -> str:
-    [layer] = (hook for hook in module._forward_hooks.values() if isinstance(hook, Layer))
-    return ", ".join(filter(None, [type(module).extra_repr(module), repr(layer)]))
+    return ", ".join(filter(None, [type(module).extra_repr(module), repr(_layer_of(module))]))
+
+
+def _rnn_forward(module: nn.RNNBase, input: Any, hx: Any = None) -> Any:
+    return layer_by_layer(module, _layer_of(module).one, input, hx)
+
+
+def _relu_forward(module: nn.ReLU, input: Tensor) -> Tensor:
+    return _layer_of(module).relu(module, input)
+
+
+def _forward_for(module: nn.Module) -> Any:
+    """A forward of our own for modules in the midst of which something is to be done."""
+    return _rnn_forward if isinstance(module, nn.RNNBase) else _relu_forward if type(module) is nn.ReLU else None
 
 
 def _check(model: nn.Module, chosen: dict[str, nn.Module]) -> None:

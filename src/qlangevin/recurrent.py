@@ -16,17 +16,9 @@ __all__ = ["layer_by_layer"]
 Between: TypeAlias = Callable[[nn.Module, Tensor], Tensor]
 
 
-def layer_by_layer(between: Between) -> Callable[..., Any]:
-    """A forward for `nn.RNN`, `nn.GRU` and `nn.LSTM`: what theirs computes, with ``between`` on every layer's output and on
-    the final states."""
-
-    def forward(module: nn.RNNBase, input: Any, hx: Any = None) -> Any:
-        return _forward(module, between, input, hx)
-
-    return forward
-
-
-def _forward(module: nn.RNNBase, between: Between, x: Any, hx: Any) -> tuple[Any, Any]:
+def layer_by_layer(module: nn.RNNBase, between: Between, x: Any, hx: Any = None) -> tuple[Any, Any]:
+    """What the forward of `nn.RNN`, `nn.GRU` or `nn.LSTM` computes, with ``between`` on every layer's output and on the final
+    states."""
     directions = 2 if module.bidirectional else 1
     finals: list[Any] = []
     for l in range(module.num_layers):

@@ -7,9 +7,8 @@ kept as it is. So nothing is lost, and gradients are the same to the bit. A tens
 
 from __future__ import annotations
 
-import weakref
-from dataclasses import dataclass
-from typing import Any
+import threading
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -37,15 +36,17 @@ def memory_order(x: Tensor, format: Format | None = None) -> tuple[int, ...] | N
     return order
 
 
-@dataclass(eq=False)
-class Codes:
+class Codes(NamedTuple):
     """A saved tensor: codes in the order of memory, and how it lay there."""
 
     codes: Tensor
     exponents: Tensor | None
     format: str
     order: tuple[int, ...]
-    __slots__ = ("__weakref__", "codes", "exponents", "format", "order")
+
+    @property
+    def about(self) -> tuple[str, tuple[int, ...]]:
+        return self.format, self.order
 
     def decode(self) -> Tensor:
         values: Tensor = decode_op(self.codes, self.exponents, self.format)
@@ -56,24 +57,49 @@ class Codes:
 class SavedAsCodes(torch.autograd.graph.saved_tensors_hooks):
     """The context in which saved tensors on the grid of ``format`` are kept as codes."""
 
+    _open = threading.local()
+
     def __init__(self, format: Format) -> None:
         self.format = format
-        self.known: dict[Any, tuple[StorageWeakRef, weakref.ref[Codes]]] = {}
+        self.known: dict[Any, Codes] = {}
         super().__init__(self.pack, self.unpack)
+
+    @classmethod
+    def _stack(cls) -> list[SavedAsCodes]:
+        if not hasattr(cls._open, "stack"):
+            cls._open.stack = []
+        return cast("list[SavedAsCodes]", cls._open.stack)
+
+    @classmethod
+    def innermost(cls) -> SavedAsCodes | None:
+        """The context this thread is in."""
+        stack = cls._stack()
+        return stack[-1] if stack else None
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        self._stack().append(self)
+
+    def __exit__(self, *error: object) -> None:
+        self._stack().remove(self)
+        self.known.clear()
+        super().__exit__(*error)
 
     def pack(self, t: Tensor) -> Tensor | Codes:
         if type(t) is not Tensor or t.dtype != torch.float32 or t.numel() < SMALL or t.is_leaf and t.requires_grad:
             return t
-        place = (t.data_ptr(), t._version, t.shape, t.stride())
-        if (found := self.known.get(place)) is not None:
-            storage, codes = found[0], found[1]()
-            if codes is not None and not storage.expired():
-                return codes
-        fresh = self._encode(t)
-        if fresh is None:
-            return t
-        self.known[place] = (StorageWeakRef(t.untyped_storage()), weakref.ref(fresh))
-        return fresh
+        place = self.place(t)
+        if place not in self.known:
+            codes = self._encode(t)
+            if codes is None:
+                return t
+            self.known[place] = codes
+        return self.known[place]
+
+    @staticmethod
+    def place(t: Tensor) -> tuple[Any, ...]:
+        """What tells a tensor from others: its storage, which is not another's as long as somebody has a weak reference."""
+        return StorageWeakRef(t.untyped_storage()), t._version, t.storage_offset(), t.shape, t.stride()
 
     def _encode(self, t: Tensor) -> Codes | None:
         order = memory_order(t, self.format)

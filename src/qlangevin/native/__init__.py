@@ -100,16 +100,20 @@ def _corrected_values(mu: Tensor, v: Tensor, format: Format, algorithm: str, key
 
 def run(
     x: Tensor, format: Format, rounding_: str, key: Key, purpose: int, variance: Tensor | None = None,
-    out: Tensor | None = None,
+    out: Tensor | None = None, positive: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """One call of the quantize kernel on a contiguous float32 tensor; ``out`` may be x itself."""
+    """One call of the quantize kernel on a contiguous float32 tensor; ``out`` may be x itself.
+
+    Where ``positive``, int8 codes, is zero or less, so is the result zero.
+    """
     out = torch.empty_like(x) if out is None else out
     _require(torch.float32, x.shape, x, out, *([variance] if variance is not None and variance.dim() else []))
+    _require(torch.int8, x.shape, positive)
     scalar = float(variance) if variance is not None and variance.dim() == 0 else 0.0
     each = variance.data_ptr() if variance is not None and variance.dim() else 0
     kernels.quantize(
         x.data_ptr(), out.data_ptr(), x.numel(), grid(format, x.shape), _ROUNDINGS[rounding_],
-        key.seed, key.stream, key.step, purpose, scalar, each, torch.get_num_threads(),
+        key.seed, key.stream, key.step, purpose, scalar, each, _address(positive), torch.get_num_threads(),
     )  # fmt: skip
     return out
 

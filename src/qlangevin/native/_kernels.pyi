@@ -30,6 +30,7 @@ def quantize(
     purpose: int,
     variance: float,
     variances: int,
+    positive: int,
     threads: int,
     /,
 ) -> None: ...

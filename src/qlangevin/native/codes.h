@@ -59,18 +59,21 @@ void each_coded_block(const Recode &r, int64_t begin, int64_t end, const Block &
     each_block(r.grid, end - begin, [&](int64_t start, int64_t n) { block(begin + start, n, exponent++); });
 }
 
+// False, and not all of them encoded, if some are beyond `limit` or NaN: these have no code.
 template <class Code>
-void encode_as(const Recode &r, int64_t begin, int64_t end) {
+bool encode_as(const Recode &r, int64_t begin, int64_t end, float limit) {
     Code *codes = static_cast<Code *>(r.codes.codes);
-    if (r.grid.kind == Grid::kFloat) return encode_floats(r.values + begin, codes + begin, end - begin, r.grid);
+    bool inside = true;
     each_coded_block(r, begin, end, [&](int64_t start, int64_t n, int8_t *exponent) {
-        int gap = r.grid.min_gap;
-        if (exponent) {
-            gap = canonical_gap(largest(r.values + start, n), r.grid);
-            *exponent = int8_t(gap + r.grid.shift);
-        }
+        const bool look = exponent || limit < __builtin_inff();
+        const float most = look ? largest(r.values + start, n) : 0.0f;
+        if (!(inside = inside && most <= limit)) return;
+        if (r.grid.kind == Grid::kFloat) return encode_floats(r.values + start, codes + start, n, r.grid);
+        const int gap = exponent ? canonical_gap(most, r.grid) : r.grid.min_gap;
+        if (exponent) *exponent = int8_t(gap + r.grid.shift);
         encode_integers(r.values + start, codes + start, n, Gap(gap));
     });
+    return inside;
 }
 
 template <class Code>
@@ -102,16 +105,15 @@ bool same_as(const Recode &r, int64_t begin, int64_t end) {
     return same;
 }
 
-void encode_range(const Recode &r, int64_t begin, int64_t end) {
-    if (r.codes.bytes == 1) return encode_as<int8_t>(r, begin, end);
-    if (r.codes.bytes == 2) return encode_as<int16_t>(r, begin, end);
-    encode_as<int32_t>(r, begin, end);
+bool encode_within(const Recode &r, int64_t begin, int64_t end, float limit) {
+    if (r.codes.bytes == 1) return encode_as<int8_t>(r, begin, end, limit);
+    return r.codes.bytes == 2 ? encode_as<int16_t>(r, begin, end, limit) : encode_as<int32_t>(r, begin, end, limit);
 }
 
+void encode_range(const Recode &r, int64_t begin, int64_t end) { encode_within(r, begin, end, __builtin_inff()); }
+
 bool encode_exactly_range(const Recode &r, int64_t begin, int64_t end) {
-    const float limit = r.grid.high > -r.grid.low ? r.grid.high : -r.grid.low;
-    if (!(largest(r.values + begin, end - begin) <= limit)) return false;  // also a NaN: nothing here has a code
-    encode_range(r, begin, end);
+    if (!encode_within(r, begin, end, r.grid.high > -r.grid.low ? r.grid.high : -r.grid.low)) return false;
     if (r.codes.bytes == 1) return same_as<int8_t>(r, begin, end);
     return r.codes.bytes == 2 ? same_as<int16_t>(r, begin, end) : same_as<int32_t>(r, begin, end);
 }

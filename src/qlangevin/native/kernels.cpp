@@ -55,10 +55,13 @@ void quantize_range(const Quantize &q, int64_t begin, int64_t end) {
     const float *x = q.x + begin;
     float *out = q.out + begin;
     const int64_t n = end - begin;
-    if (q.rounding == kNearest) return nearest(x, out, n, q.grid);
-    if (q.rounding == kStochastic) return stochastic(x, out, begin, n, q.grid, q.source, q.purpose);
-    if (q.variances) return corrected(x, Each{q.variances + begin}, out, begin, n, q.grid, q.source);
-    return corrected(x, Same{q.variance}, out, begin, n, q.grid, q.source);
+    if (q.rounding == kNearest) nearest(x, out, n, q.grid);
+    else if (q.rounding == kStochastic) stochastic(x, out, begin, n, q.grid, q.source, q.purpose);
+    else if (q.variances) corrected(x, Each{q.variances + begin}, out, begin, n, q.grid, q.source);
+    else corrected(x, Same{q.variance}, out, begin, n, q.grid, q.source);
+    if (!q.positive) return;
+    const int8_t *positive = q.positive + begin;
+    for (int64_t i = 0; i < n; ++i) out[i] = positive[i] > 0 ? out[i] : 0.0f;
 }
 
 // The update of one range in place, on the grid of the weights or of their accumulator.

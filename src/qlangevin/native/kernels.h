@@ -39,6 +39,7 @@ struct Quantize {
     Rounding rounding;
     float variance;          // of kCorrected
     const float *variances;  // one for each element, if not null
+    const int8_t *positive;  // if not null: the result is zero where this is zero or less, the derivative of ReLU
 };
 
 // One tensor of an SGLD step: theta' = Q(theta - lr (Q_G(g) + wd theta), variance).

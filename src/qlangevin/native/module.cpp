@@ -3,6 +3,9 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <dlfcn.h>
+#include <pthread.h>
+
 #include <algorithm>
 #include <atomic>
 #include <exception>
@@ -67,6 +70,29 @@ struct Range {
 constexpr int64_t kPanel = 4096;      // elements a kernel is given at least: what fits the cache near the core
 constexpr int64_t kGrain = 32 * 1024;  // elements worth a thread: starting one costs about what these take
 
+// PyTorch's own threads, if it has brought an OpenMP library along (GNU's, or one that knows GNU's names): they are there
+// already, and between two calls they spin for a while, on processors that threads of ours would have to share with them.
+using Parallel = void (*)(void (*)(void *), void *, unsigned, unsigned);
+Parallel openmp = nullptr;
+
+void find_openmp() {
+    openmp = reinterpret_cast<Parallel>(dlsym(RTLD_DEFAULT, "GOMP_parallel"));
+    pthread_atfork(nullptr, nullptr, [] { openmp = nullptr; });  // its threads do not survive a fork, and it waits for them
+}
+
+// Runs loop() in this thread and in others.
+template <class Loop>
+void in_parallel(int threads, const Loop &loop) {
+    if (openmp) return openmp([](void *each) { (*static_cast<const Loop *>(each))(); }, const_cast<Loop *>(&loop), unsigned(threads), 0);
+    std::vector<std::thread> others;
+    try {
+        for (int t = 1; t < threads; ++t) others.emplace_back([&] { loop(); });
+    } catch (const std::system_error &) {  // no more threads to be had: those there are do the work
+    }
+    loop();
+    for (auto &thread : others) thread.join();
+}
+
 // Cuts tensors into ranges of whole units. Which range a thread takes does not matter: results depend on the index alone.
 class Plan {
   public:
@@ -95,13 +121,8 @@ class Plan {
                 failure = std::current_exception();
             }
         };
-        std::vector<std::thread> others;  // started anew each time: nothing to break in a fork
-        try {
-            for (int64_t t = 1; t < useful; ++t) others.emplace_back(loop);
-        } catch (const std::system_error &) {  // no more threads to be had: those there are do the work
-        }
-        loop();
-        for (auto &thread : others) thread.join();
+        if (useful > 1) in_parallel(int(useful), loop);
+        else loop();
         if (failure) std::rethrow_exception(failure);
     }
 
@@ -140,9 +161,9 @@ Source source(uint64_t seed, uint64_t stream, uint64_t step) {
 // ---- what Python calls; tensors come as addresses
 
 void quantize(uint64_t x, uint64_t out, int64_t numel, const Grid &grid, int rounding, uint64_t seed, uint64_t stream,
-              uint64_t step, uint32_t purpose, float variance, uint64_t variances, int threads) {
+              uint64_t step, uint32_t purpose, float variance, uint64_t variances, uint64_t positive, int threads) {
     const Quantize job{pointer<const float>(x), pointer<float>(out), grid, source(seed, stream, step), Purpose(purpose),
-                       Rounding(rounding), variance, pointer<const float>(variances)};
+                       Rounding(rounding), variance, pointer<const float>(variances), pointer<const int8_t>(positive)};
     Plan plan;
     plan.add(numel, unit({&grid}));
     plan.run(threads, [&] { return [&](const Range &r) { kernels->quantize(job, r.begin, r.end); }; });
@@ -223,6 +244,7 @@ int64_t first_not_finite(const std::vector<uint64_t> &addresses, const std::vect
 }  // namespace
 
 NB_MODULE(_kernels, m) {
+    find_openmp();
     nb::set_leak_warnings(false);  // Python keeps grids in a cache until it ends
     nb::class_<Grid>(m, "Grid").def(
         "__init__",

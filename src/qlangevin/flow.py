@@ -1,0 +1,230 @@
+"""Q_A on what flows forward through a network, Q_E on what flows back.
+
+There are two ways to the same bits. `lower_op` is an operator with a backward of its own: for every device, and opaque to
+compilers. The other is for plain float32 tensors on the CPU: the kernels write the rounded numbers where the others were, and
+a hook on the tensor rounds its error, again in place if nobody else has it.
+
+A tensor rounded here is marked with its format and version: numbers that are on a grid need not be rounded to it again.
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import cache
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from . import native, ops, random
+from .random import Key
+from .saving import Codes, SavedAsCodes, memory_order
+
+__all__ = ["Step", "marked", "passed", "relu", "simple"]
+
+
+class Step(NamedTuple):
+    """What is done at one place of a network, one time: formats by name (None for full precision), and the random bits."""
+
+    activations: str | None
+    errors: str | None
+    rounding: str
+    key: Key
+
+
+def simple(x: Tensor) -> bool:
+    """Whether x is memory the kernels can write to, and no stand-in for a tensor."""
+    if torch.compiler.is_compiling() or type(x) is not Tensor or x.dtype != torch.float32:
+        return False
+    return native.enabled_for(x) and not torch._C._functorch.is_functorch_wrapped_tensor(x)  # type: ignore[attr-defined]
+
+
+def mark(x: Tensor, format: str | None) -> None:
+    if format is not None:
+        x._qlangevin_grid = (format, x._version)  # type: ignore[attr-defined]
+
+
+def marked(x: Tensor, format: str | None, changes: int = 0) -> bool:
+    """Whether x is known to be on a grid, up to so many operations in place since."""
+    return getattr(x, "_qlangevin_grid", None) == (format, x._version - changes)
+
+
+# ---- plain tensors on the CPU
+
+
+def passed(x: Tensor, step: Step, fresh: bool, on_grid: bool) -> Tensor:
+    """Q_A(x), and Q_E on its error. ``fresh``: nobody else has x, and its own backward does not need it."""
+    y = x
+    if step.activations is not None and not on_grid:
+        if fresh:
+            rounded(x.detach(), step.activations, step, random.ACTIVATION, in_place=True)
+        else:
+            y = cast(Tensor, Rounded.apply(x, step.activations, step, random.ACTIVATION))
+    mark(y, step.activations)
+    if step.errors is not None and y.requires_grad:
+        y.register_hook(ErrorHook(step.errors, step))
+    return y
+
+
+def rounded(
+    x: Tensor, format: str, step: Step, purpose: int, in_place: bool = False, positive: Tensor | None = None
+) -> Tensor:
+    """x on a grid, in the order of its memory; zero where ``positive``, 8-bit codes in the same order, is not."""
+    order = memory_order(x, ops.parse(format))
+    if order is None:
+        y: Tensor = ops.quantize_op(x, format, step.rounding, *ops.key_bits(step.key), purpose)
+        return x.copy_(y) if in_place else y
+    out = x if in_place else torch.empty_like(x)
+    flat, target = x.permute(order), out.permute(order)
+    if native.enabled_for(x) and x.dtype == torch.float32:
+        native.run(flat, ops.parse(format), step.rounding, step.key, purpose, out=target, positive=positive)
+    else:
+        target.copy_(ops.quantize_op(flat, format, step.rounding, *ops.key_bits(step.key), purpose))
+    return out
+
+
+class Rounded(torch.autograd.Function):
+    """`rounded` as a new tensor, straight through for autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, format: str, step: Step, purpose: int) -> Tensor:
+        return rounded(x, format, step, purpose)
+
+    @staticmethod
+    def backward(ctx: Any, error: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        return error, None, None, None
+
+
+class ErrorHook:
+    """Q_E, as a hook on the tensor whose error it is."""
+
+    def __init__(self, format: str, step: Step) -> None:
+        self.format, self.step = format, step
+
+    def __call__(self, e: Tensor) -> Tensor:
+        if marked(e, self.format):
+            return e
+        if e.requires_grad:  # the derivative of a derivative is wanted
+            return cast(Tensor, Rounded.apply(e, self.format, self.step, random.ERROR))
+        out = rounded(e, self.format, self.step, random.ERROR, in_place=_owners(e) == _sole_owner(ErrorHook))
+        mark(out, self.format)
+        return out
+
+
+def relu(x: Tensor, step: Step, inplace: bool, saving: SavedAsCodes | None) -> Tensor:
+    """relu(x) for x on the grid of the activations, which it does not leave; Q_E on its error."""
+    kept: list[Codes] = []
+    y = cast(Tensor, ReLU.apply(x, step, inplace, saving, kept))
+    if saving is not None and kept:  # autograd has counted a change in place by now: the next layer will know it as this
+        saving.known[saving.place(y)] = kept[0]
+    mark(y, step.activations)
+    return y
+
+
+class ReLU(torch.autograd.Function):
+    """Keeps the codes of its result, which the layer after it keeps too, or else the result; Q_E and the mask are one pass."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, step: Step, inplace: bool, saving: SavedAsCodes | None, kept: list[Codes]
+    ) -> Tensor:
+        y = x.relu_() if inplace else x.relu()
+        if inplace:
+            ctx.mark_dirty(x)
+        codes = saving.pack(y) if saving is not None and ctx.needs_input_grad[0] else y
+        ctx.step, ctx.codes = step, None
+        if isinstance(codes, Codes):
+            kept.append(codes)
+            ctx.codes = codes.about
+            ctx.save_for_backward(codes.codes, codes.exponents)
+        else:
+            ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, e: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        format, codes = ctx.step.errors, Codes(*ctx.saved_tensors, *ctx.codes) if ctx.codes is not None else None
+        fused = codes is not None and codes.codes.dtype == torch.int8 and codes.order == memory_order(e)
+        if codes is not None and format is not None and fused and not e.requires_grad:
+            alone = _owners(e) == _sole_owner(ReLU)
+            out = rounded(e, format, ctx.step, random.ERROR, alone, codes.codes)
+        else:
+            y = codes.decode() if codes is not None else ctx.saved_tensors[0]
+            q = e if format is None else cast(Tensor, Rounded.apply(e, format, ctx.step, random.ERROR))
+            out = torch.ops.aten.threshold_backward(q, y, 0)
+        mark(out, format)
+        return out, None, None, None, None
+
+
+def _owners(e: Tensor) -> tuple[int, ...]:
+    """How many refer to a tensor, from C++ and from Python, and to its memory; nothing of the kind for a view."""
+    if e._is_view() or memory_order(e) is None:
+        return ()
+    return e._use_count(), torch._C._storage_Use_Count(e.untyped_storage()._cdata), sys.getrefcount(e)  # type: ignore[attr-defined]
+
+
+@cache
+def _sole_owner(caller: type) -> tuple[int, ...]:
+    """What `_owners` gives, in this version of PyTorch and Python, for an error that only autograd itself and the caller have.
+
+    A tensor autograd is about to throw away may be overwritten; it does so itself when it adds up errors.
+    """
+    seen: list[tuple[int, ...]] = []
+
+    class Probe(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, e: Tensor) -> Tensor:  # type: ignore[override]
+            if caller is ReLU:
+                seen.append(_owners(e))
+            return e * 1.0
+
+    class Hook:
+        def __call__(self, e: Tensor) -> None:
+            if caller is ErrorHook:
+                seen.append(_owners(e))
+
+    with torch.enable_grad():
+        x = Probe.apply(torch.ones(2, requires_grad=True))
+        x.register_hook(Hook()) if caller is ErrorHook else None
+        (x * torch.ones(2)).backward(torch.ones(2))
+    return seen[0]
+
+
+# ---- all others
+
+
+@ops.operator("lower")
+def lower_op(
+    x: Tensor, activations: str | None, errors: str | None, rounding: str, seed: int, stream: int, step: Tensor
+) -> Tensor:
+    """Q_A; its backward is Q_E. The step is a tensor, because compiled code must not depend on its value."""
+    how = Step(activations, errors, rounding, ops.key_of(seed, stream, int(step)))
+    return x.clone() if activations is None else rounded(x, activations, how, random.ACTIVATION)
+
+
+@ops.operator("lower_error")
+def error_op(e: Tensor, errors: str | None, rounding: str, seed: int, stream: int, step: Tensor) -> Tensor:
+    how = Step(None, errors, rounding, ops.key_of(seed, stream, int(step)))
+    return e.clone() if errors is None else rounded(e, errors, how, random.ERROR)
+
+
+@ops.fake("lower")
+@ops.fake("lower_error")
+def _(x: Tensor, *_: Any) -> Tensor:
+    format = torch.contiguous_format if memory_order(x) is None else torch.preserve_format
+    return torch.empty_like(x, memory_format=format)
+
+
+def _remember(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.how, ctx.step = inputs[2:6], inputs[6]
+
+
+def _error(ctx: Any, e: Tensor) -> tuple[Any, ...]:
+    return (error_op(e, *ctx.how, ctx.step), *[None] * 6)
+
+
+torch.library.register_autograd("qlangevin::lower", _error, setup_context=_remember, lib=ops._library)
