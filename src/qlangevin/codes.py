@@ -16,7 +16,7 @@ from torch import Tensor
 from . import native, ops
 from .formats import FP32, BlockFloat, FixedPoint, Format, power_of_two
 
-__all__ = ["decode_op", "encode_exactly", "encode_op"]
+__all__ = ["decode_op", "empty_codes", "encode_exactly", "encode_op"]
 
 DTYPES = {4: torch.int8, 8: torch.int8, 16: torch.int16, 32: torch.int32}
 
@@ -31,7 +31,7 @@ def encode_op(values: Tensor, format: str) -> tuple[Tensor, Tensor]:
     parsed = ops.parse(format)
     if not native.enabled_for(values):
         return _codes(values, parsed)
-    codes, exponents = _empty_codes(values, parsed)
+    codes, exponents = empty_codes(values, parsed)
     native.recode(values, codes, exponents, parsed, encode=True)
     return codes, exponents
 
@@ -51,7 +51,7 @@ def encode_exactly(values: Tensor, format: Format) -> tuple[Tensor, Tensor | Non
     """(codes, exponents) of contiguous float32 numbers if they decode to the same bits; None if not, or if it saves nothing."""
     if format.storage_bits >= 32:
         return None
-    codes, exponents = _empty_codes(values, format)
+    codes, exponents = empty_codes(values, format)
     if native.enabled_for(values):
         same = native.encode_exactly(values, codes, exponents, format)
     else:
@@ -62,14 +62,15 @@ def encode_exactly(values: Tensor, format: Format) -> tuple[Tensor, Tensor | Non
     return (codes, exponents if isinstance(format, BlockFloat) else None) if same else None
 
 
-def _empty_codes(values: Tensor, format: Format) -> tuple[Tensor, Tensor]:
+def empty_codes(values: Tensor, format: Format) -> tuple[Tensor, Tensor]:
+    """Room for codes and exponents of such a tensor, in the order of its dims."""
     blocks = format.block_count(values.shape) if isinstance(format, BlockFloat) else 0
     return values.new_empty(values.shape, dtype=DTYPES[format.storage_bits]), values.new_empty(blocks, dtype=torch.int8)
 
 
 @ops.fake("encode")
 def _(values: Tensor, format: str) -> tuple[Tensor, Tensor]:
-    return _empty_codes(values, ops.parse(format))
+    return empty_codes(values, ops.parse(format))
 
 
 @ops.fake("decode")

@@ -15,10 +15,11 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from . import native, ops, random
 from .random import Key
-from .saving import Codes, SavedAsCodes, memory_order
+from .saving import Codes, Maker, SavedAsCodes, memory_order
 
 __all__ = ["Step", "marked", "passed", "relu", "simple"]
 
@@ -52,18 +53,34 @@ def marked(x: Tensor, format: str | None, changes: int = 0) -> bool:
 # ---- plain tensors on the CPU
 
 
-def passed(x: Tensor, step: Step, fresh: bool, on_grid: bool) -> Tensor:
+def passed(x: Tensor, step: Step, fresh: bool, on_grid: bool, maker: Maker) -> Tensor:
     """Q_A(x), and Q_E on its error. ``fresh``: nobody else has x, and its own backward does not need it."""
-    y = x
+    y, saving = x, SavedAsCodes.innermost() if x.requires_grad else None
     if step.activations is not None and not on_grid:
         if fresh:
-            rounded(x.detach(), step.activations, step, random.ACTIVATION, in_place=True)
+            in_place(x.detach(), step, saving, maker)
         else:
             y = cast(Tensor, Rounded.apply(x, step.activations, step, random.ACTIVATION))
     mark(y, step.activations)
     if step.errors is not None and y.requires_grad:
         y.register_hook(ErrorHook(step.errors, step))
     return y
+
+
+def in_place(x: Tensor, step: Step, saving: SavedAsCodes | None, maker: Maker) -> None:
+    """Q_A(x) where x was; with its codes, if those were asked for the last time."""
+    assert step.activations is not None
+    format, codes = ops.parse(step.activations), None
+    order = memory_order(x, format)
+    if saving is not None and saving.format == format and order is not None:
+        codes = saving.room(x, order) if maker.saved else None
+        saving.makers[StorageWeakRef(x.untyped_storage())] = maker
+    if codes is None or order is None or saving is None:
+        rounded(x, step.activations, step, random.ACTIVATION, in_place=True)
+        return
+    flat, parts = x.permute(order), (codes.codes, codes.exponents)
+    native.run(flat, format, step.rounding, step.key, random.ACTIVATION, out=flat, codes=parts)
+    saving.known[saving.place(x)] = codes
 
 
 def rounded(
@@ -128,17 +145,20 @@ class ReLU(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, step: Step, inplace: bool, saving: SavedAsCodes | None, kept: list[Codes]
     ) -> Tensor:
-        y = x.relu_() if inplace else x.relu()
+        order = memory_order(x, saving.format) if saving is not None and ctx.needs_input_grad[0] else None
+        codes = saving.room(x, order) if saving is not None and order is not None else None
+        y = x if inplace else torch.empty_like(x)
         if inplace:
             ctx.mark_dirty(x)
-        codes = saving.pack(y) if saving is not None and ctx.needs_input_grad[0] else y
         ctx.step, ctx.codes = step, None
-        if isinstance(codes, Codes):
+        if codes is None or saving is None or order is None:
+            torch.clamp_min(x, 0, out=y)
+            ctx.save_for_backward(y)
+        else:
+            native.rectify(x.permute(order), y.permute(order), codes.codes, codes.exponents, saving.format)
             kept.append(codes)
             ctx.codes = codes.about
             ctx.save_for_backward(codes.codes, codes.exponents)
-        else:
-            ctx.save_for_backward(y)
         return y
 
     @staticmethod

@@ -133,6 +133,7 @@ class Layer:
     def __init__(self, activations: str | None, errors: str | None, rounding: str, seed: int, stream: int) -> None:
         self.activations, self.errors, self.rounding, self.seed, self.stream = activations, errors, rounding, seed, stream
         self.count = torch.zeros((), dtype=torch.int64)
+        self.saved = False  # whether somebody keeps the output for backward
 
     def __repr__(self) -> str:
         return f"activations={self.activations or 'fp32'}, errors={self.errors or 'fp32'}"
@@ -152,7 +153,7 @@ class Layer:
         if not x.dtype.is_floating_point or (self.activations is None and self.errors is None):
             return x
         if flow.simple(x):
-            return flow.passed(x, self.next(module), isinstance(module, FRESH) and not x._is_view(), on_grid)
+            return flow.passed(x, self.next(module), isinstance(module, FRESH) and not x._is_view(), on_grid, self)
         seed, stream, rounding = ops.signed(self.seed), ops.signed(self.stream), self._rounding(module)
         return cast(Tensor, flow.lower_op(x, self.activations, self.errors, rounding, seed, stream, self._count(module)))
 

@@ -30,6 +30,7 @@ LANES, TILE = 16, 64
 
 # What a draw is for. One element of one step may need several independent numbers.
 ROUNDING, NOISE, CHOICE, GRADIENT, WEIGHT, LEFTOVER, ACTIVATION, ERROR = range(8)
+NARROW = (ACTIVATION, ERROR)  # of these there are many, and 16 random bits do for each; see `uniform`
 STREAM = 255  # deriving another stream
 
 # |normal| never exceeds this: the least uniform is 2^-32. The exact block algorithms rely on it for headroom.
@@ -93,7 +94,14 @@ def words(key: Key, count: int, purpose: int = ROUNDING, device: torch.device | 
 
 
 def uniform(key: Key, count: int, purpose: int = ROUNDING, device: torch.device | str | None = None) -> Tensor:
-    """float32 between 0 and 1: the middles of 2^23 equal cells, so that u and 1 - u have the same law."""
+    """float32 between 0 and 1: the middles of 2^23 equal cells, so that u and 1 - u have the same law.
+
+    Activations and errors have 2^16 cells: two numbers from a word, those of 64 words' low halves first.
+    """
+    if purpose in NARROW:
+        drawn = words(key, -(-count // (2 * TILE)) * TILE, purpose, device).view(-1, TILE)
+        halves = torch.stack((drawn & 0xFFFF, drawn >> 16), 1).view(-1)[:count]
+        return halves.to(torch.float32) * 2.0**-16 + 2.0**-17
     return (words(key, count, purpose, device) >> 9).to(torch.float32) * 2.0**-23 + 2.0**-24
 
 

@@ -8,13 +8,13 @@ kept as it is. So nothing is lost, and gradients are the same to the bit. A tens
 from __future__ import annotations
 
 import threading
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from .codes import decode_op, encode_exactly
+from .codes import decode_op, empty_codes, encode_exactly
 from .formats import BlockFloat, Format
 
 __all__ = ["SavedAsCodes", "memory_order"]
@@ -54,6 +54,12 @@ class Codes(NamedTuple):
         return values.permute(inverse)
 
 
+class Maker(Protocol):
+    """Whoever makes tensors learns here that they are saved: next time it can make the codes with them."""
+
+    saved: bool
+
+
 class SavedAsCodes(torch.autograd.graph.saved_tensors_hooks):
     """The context in which saved tensors on the grid of ``format`` are kept as codes."""
 
@@ -62,6 +68,7 @@ class SavedAsCodes(torch.autograd.graph.saved_tensors_hooks):
     def __init__(self, format: Format) -> None:
         self.format = format
         self.known: dict[Any, Codes] = {}
+        self.makers: dict[StorageWeakRef, Maker] = {}
         super().__init__(self.pack, self.unpack)
 
     @classmethod
@@ -83,6 +90,7 @@ class SavedAsCodes(torch.autograd.graph.saved_tensors_hooks):
     def __exit__(self, *error: object) -> None:
         self._stack().remove(self)
         self.known.clear()
+        self.makers.clear()
         super().__exit__(*error)
 
     def pack(self, t: Tensor) -> Tensor | Codes:
@@ -94,7 +102,15 @@ class SavedAsCodes(torch.autograd.graph.saved_tensors_hooks):
             if codes is None:
                 return t
             self.known[place] = codes
+            if (maker := self.makers.get(place[0])) is not None:
+                maker.saved = True
         return self.known[place]
+
+    def room(self, x: Tensor, order: tuple[int, ...]) -> Codes | None:
+        """Codes to be filled in by whoever puts numbers on the grid into x; None if this saves nothing."""
+        if self.format.storage_bits >= 32 or x.numel() < SMALL:
+            return None
+        return Codes(*empty_codes(x.permute(order), self.format), str(self.format), order)
 
     @staticmethod
     def place(t: Tensor) -> tuple[Any, ...]:

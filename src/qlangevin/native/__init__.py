@@ -100,20 +100,22 @@ def _corrected_values(mu: Tensor, v: Tensor, format: Format, algorithm: str, key
 
 def run(
     x: Tensor, format: Format, rounding_: str, key: Key, purpose: int, variance: Tensor | None = None,
-    out: Tensor | None = None, positive: Tensor | None = None,
+    out: Tensor | None = None, positive: Tensor | None = None, codes: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:  # fmt: skip
     """One call of the quantize kernel on a contiguous float32 tensor; ``out`` may be x itself.
 
-    Where ``positive``, int8 codes, is zero or less, so is the result zero.
+    Where ``positive``, int8 codes, is zero or less, the result is zero. ``codes`` and exponents of the result are filled in.
     """
     out = torch.empty_like(x) if out is None else out
     _require(torch.float32, x.shape, x, out, *([variance] if variance is not None and variance.dim() else []))
     _require(torch.int8, x.shape, positive)
+    coded, exponents = codes if codes is not None else (None, None)
     scalar = float(variance) if variance is not None and variance.dim() == 0 else 0.0
     each = variance.data_ptr() if variance is not None and variance.dim() else 0
     kernels.quantize(
         x.data_ptr(), out.data_ptr(), x.numel(), grid(format, x.shape), _ROUNDINGS[rounding_],
-        key.seed, key.stream, key.step, purpose, scalar, each, _address(positive), torch.get_num_threads(),
+        key.seed, key.stream, key.step, purpose, scalar, each, _address(positive), _address(coded), _address(exponents),
+        0 if coded is None else coded.itemsize, torch.get_num_threads(),
     )  # fmt: skip
     return out
 
@@ -135,6 +137,13 @@ def recode(values: Tensor, codes: Tensor, exponents: Tensor | None, format: Form
     where = (values.data_ptr(), codes.data_ptr(), _address(exponents))
     threads = torch.get_num_threads()
     kernels.recode(*where, codes.itemsize, codes.numel(), grid(format, codes.shape), encode, threads)
+
+
+def rectify(x: Tensor, out: Tensor, codes: Tensor, exponents: Tensor, format: Format) -> None:
+    """out = relu(x), for x on the grid, and its codes; ``out`` may be x itself."""
+    _require(torch.float32, codes.shape, x, out)
+    where = (x.data_ptr(), out.data_ptr(), codes.data_ptr(), exponents.data_ptr())
+    kernels.rectify(*where, codes.itemsize, codes.numel(), grid(format, codes.shape), torch.get_num_threads())
 
 
 def encode_exactly(values: Tensor, codes: Tensor, exponents: Tensor, format: Format) -> bool:

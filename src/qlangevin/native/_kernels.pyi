@@ -31,6 +31,9 @@ def quantize(
     variance: float,
     variances: int,
     positive: int,
+    codes: int,
+    exponents: int,
+    bytes: int,
     threads: int,
     /,
 ) -> None: ...
@@ -47,6 +50,9 @@ def sgld(
 ) -> None: ...
 def recode(
     values: int, codes: int, exponents: int, bytes: int, numel: int, grid: Grid, encode: bool, threads: int, /
+) -> None: ...
+def rectify(
+    x: int, values: int, codes: int, exponents: int, bytes: int, numel: int, grid: Grid, threads: int, /
 ) -> None: ...
 def encode_exactly(
     values: int, codes: int, exponents: int, bytes: int, numel: int, grid: Grid, threads: int, /

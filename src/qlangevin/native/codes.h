@@ -19,6 +19,15 @@ void decode_integers(const Code *code, float *value, int64_t n, float gap) {
     for (int64_t i = 0; i < n; ++i) value[i] = float(code[i]) * gap;
 }
 
+// Bytes, the case that counts, by hand.
+void encode_integers(const float *value, int8_t *code, int64_t n, const Gap &g) {
+    lanes(n, [=](int64_t i, auto part) { part.store(code + i, integers(part.load(value + i) * g.lift * g.inverse)); });
+}
+
+void decode_integers(const int8_t *code, float *value, int64_t n, float gap) {
+    lanes(n, [=](int64_t i, auto part) { part.store(value + i, floats(part.load(code + i)) * gap); });
+}
+
 // Floating point: the sign bit, and the place of |value| among the numbers of the format, counted from zero. A place is
 // 2^man (E - emin + 1) + mantissa; below 2^emin it is value / Δ. Numbers float32 holds as subnormals are lifted by 2^64.
 template <class Code>

@@ -11,16 +11,17 @@ using namespace qlangevin;
 class Bits {
   public:
     Bits(const Source &source, uint32_t purpose, bool normal, int64_t end)
-        : source_(source), purpose_(purpose), normal_(normal), end_(end) {}
+        : source_(source), purpose_(purpose), end_(end), tile_(is_narrow(purpose) ? kNarrowTile : kTile),
+          tiles_(normal ? normal_tiles : is_narrow(purpose) ? narrow_tiles : uniform_tiles) {}
 
     // The numbers of element `at` and those after it; `count` is lowered to how many are at hand.
     const float *take(int64_t at, int64_t &count) {
         if (at < from_ || at >= to_) {
-            from_ = at / kTile * kTile;
-            const int64_t tiles = (end_ - from_ + kTile - 1) / kTile;
-            const int some = int(tiles < kWindow / kTile ? tiles : kWindow / kTile);
-            (normal_ ? normal_tiles : uniform_tiles)(source_, purpose_, uint64_t(from_ / kTile), some, window_);
-            to_ = from_ + some * kTile;
+            from_ = at / tile_ * tile_;
+            const int64_t tiles = (end_ - from_ + tile_ - 1) / tile_;
+            const int some = int(tiles < kWindow / tile_ ? tiles : kWindow / tile_);
+            tiles_(source_, purpose_, uint64_t(from_ / tile_), some, window_);
+            to_ = from_ + some * tile_;
         }
         if (count > to_ - at) count = to_ - at;
         return window_ + (at - from_);
@@ -29,17 +30,18 @@ class Bits {
     // The number of one element.
     float one(int64_t at) const {
         if (at >= from_ && at < to_) return window_[at - from_];
-        float tile[kTile];
-        (normal_ ? normal_tiles : uniform_tiles)(source_, purpose_, uint64_t(at / kTile), 1, tile);
-        return tile[at % kTile];
+        float tile[kNarrowTile];
+        tiles_(source_, purpose_, uint64_t(at / tile_), 1, tile);
+        return tile[at % tile_];
     }
 
   private:
+    static bool is_narrow(uint32_t purpose) { return purpose == kActivation || purpose == kError; }
     static constexpr int64_t kWindow = 1024;  // 4 KiB: two of these and the data stay in the first-level cache
     const Source &source_;
     const uint32_t purpose_;
-    const bool normal_;
-    const int64_t end_;
+    const int64_t end_, tile_;
+    void (*const tiles_)(const Source &, uint32_t, uint64_t, int, float *);
     int64_t from_ = 0, to_ = 0;
     alignas(64) float window_[kWindow];
 };

@@ -59,9 +59,11 @@ void quantize_range(const Quantize &q, int64_t begin, int64_t end) {
     else if (q.rounding == kStochastic) stochastic(x, out, begin, n, q.grid, q.source, q.purpose);
     else if (q.variances) corrected(x, Each{q.variances + begin}, out, begin, n, q.grid, q.source);
     else corrected(x, Same{q.variance}, out, begin, n, q.grid, q.source);
+    if (q.codes.codes) encode_range({q.out, q.codes, q.grid}, begin, end);  // while it is in the cache
     if (!q.positive) return;
-    const int8_t *positive = q.positive + begin;
-    for (int64_t i = 0; i < n; ++i) out[i] = positive[i] > 0 ? out[i] : 0.0f;
+    lanes(n, [=, positive = q.positive + begin](int64_t i, auto part) {
+        part.store(out + i, part.load(positive + i) > 0 ? part.load(out + i) : F{});
+    });
 }
 
 // The update of one range in place, on the grid of the weights or of their accumulator.
@@ -99,6 +101,14 @@ void step_range(const Step &s, int64_t begin, int64_t end, float *scratch) {
     if (!s.theta) encode_range(recode, begin, end);
 }
 
+void rectify_range(const float *x, const Recode &r, int64_t begin, int64_t end) {
+    lanes(end - begin, [=, x = x + begin, y = r.values + begin](int64_t i, auto part) {
+        const F from = part.load(x + i);
+        part.store(y + i, from < 0.0f ? F{} : from);  // a NaN stays one
+    });
+    encode_range(r, begin, end);
+}
+
 void random_range(const Source &source, uint32_t purpose, bool normal, float *out, int64_t begin, int64_t end) {
     Bits bits(source, purpose, normal, end);
     for (int64_t at = begin, count; at < end; at += count) {
@@ -120,5 +130,6 @@ bool finite_range(const float *x, int64_t begin, int64_t end) { return largest(x
 namespace qlangevin {
 extern const Kernels QL_NAME(QL_LEVEL);
 const Kernels QL_NAME(QL_LEVEL) = {QL_STRING(QL_LEVEL), quantize_range,       step_range,   encode_range,
-                                   decode_range,        encode_exactly_range, random_range, finite_range};
+                                   decode_range,        rectify_range,        encode_exactly_range,
+                                   random_range,        finite_range};
 }  // namespace qlangevin

@@ -20,7 +20,7 @@ struct Grid {
 struct Source {
     uint32_t key0, key1, step0, step1;
 };
-enum Purpose : uint32_t { kRounding, kNoise, kChoice, kGradient, kWeight };
+enum Purpose : uint32_t { kRounding, kNoise, kChoice, kGradient, kWeight, kLeftover, kActivation, kError };
 enum Rounding : int32_t { kNearest, kStochastic, kCorrected };
 
 // Codes of a QTensor: integers of `bytes` bytes, and for blocks one exponent E each (the gap is 2^(E - shift)).
@@ -40,6 +40,7 @@ struct Quantize {
     float variance;          // of kCorrected
     const float *variances;  // one for each element, if not null
     const int8_t *positive;  // if not null: the result is zero where this is zero or less, the derivative of ReLU
+    Codes codes;             // of the result, if not null
 };
 
 // One tensor of an SGLD step: theta' = Q(theta - lr (Q_G(g) + wd theta), variance).
@@ -68,6 +69,7 @@ struct Kernels {
     void (*step)(const Step &, int64_t begin, int64_t end, float *scratch);
     void (*encode)(const Recode &, int64_t begin, int64_t end);
     void (*decode)(const Recode &, int64_t begin, int64_t end);
+    void (*rectify)(const float *x, const Recode &, int64_t begin, int64_t end);  // values = relu(x), and their codes
     bool (*encode_exactly)(const Recode &, int64_t begin, int64_t end);  // of any numbers: whether the codes stand for them
     void (*random)(const Source &, uint32_t purpose, bool normal, float *out, int64_t begin, int64_t end);
     bool (*finite)(const float *, int64_t begin, int64_t end);

@@ -161,9 +161,11 @@ Source source(uint64_t seed, uint64_t stream, uint64_t step) {
 // ---- what Python calls; tensors come as addresses
 
 void quantize(uint64_t x, uint64_t out, int64_t numel, const Grid &grid, int rounding, uint64_t seed, uint64_t stream,
-              uint64_t step, uint32_t purpose, float variance, uint64_t variances, uint64_t positive, int threads) {
+              uint64_t step, uint32_t purpose, float variance, uint64_t variances, uint64_t positive, uint64_t codes,
+              uint64_t exponents, int bytes, int threads) {
     const Quantize job{pointer<const float>(x), pointer<float>(out), grid, source(seed, stream, step), Purpose(purpose),
-                       Rounding(rounding), variance, pointer<const float>(variances), pointer<const int8_t>(positive)};
+                       Rounding(rounding), variance, pointer<const float>(variances), pointer<const int8_t>(positive),
+                       {pointer<void>(codes), pointer<int8_t>(exponents), bytes}};
     Plan plan;
     plan.add(numel, unit({&grid}));
     plan.run(threads, [&] { return [&](const Range &r) { kernels->quantize(job, r.begin, r.end); }; });
@@ -201,6 +203,13 @@ void recode(uint64_t values, uint64_t codes, uint64_t exponents, int bytes, int6
     plan.add(numel, unit({&grid}));
     const auto kernel = encode ? kernels->encode : kernels->decode;
     plan.run(threads, [&] { return [&](const Range &r) { kernel(job, r.begin, r.end); }; });
+}
+
+void rectify(uint64_t x, uint64_t values, uint64_t codes, uint64_t exponents, int bytes, int64_t numel, const Grid &grid, int threads) {
+    const Recode job{pointer<float>(values), {pointer<void>(codes), pointer<int8_t>(exponents), bytes}, grid};
+    Plan plan;
+    plan.add(numel, unit({&grid}));
+    plan.run(threads, [&] { return [&](const Range &r) { kernels->rectify(pointer<const float>(x), job, r.begin, r.end); }; });
 }
 
 bool encode_exactly(uint64_t values, uint64_t codes, uint64_t exponents, int bytes, int64_t numel, const Grid &grid, int threads) {
@@ -257,6 +266,7 @@ NB_MODULE(_kernels, m) {
     m.def("quantize", &quantize);
     m.def("sgld", &sgld);
     m.def("recode", &recode);
+    m.def("rectify", &rectify);
     m.def("encode_exactly", &encode_exactly);
     m.def("draw", &draw);
     m.def("first_not_finite", &first_not_finite);

@@ -86,6 +86,20 @@ inline void uniform_tiles(const Source &source, uint32_t purpose, uint64_t tile,
     }
 }
 
+// The same for activations and errors, the middles of 2^16 cells: two numbers from a word, so that a tile has 128 of them.
+constexpr int kNarrowTile = 2 * kTile;
+
+inline void narrow_tiles(const Source &source, uint32_t purpose, uint64_t tile, int tiles, float *out) {
+    const Schedule schedule(source);
+    for (int t = 0; t < tiles; ++t, out += kNarrowTile) {
+        Lanes lanes;
+        philox_tile(source, schedule, purpose, tile + uint64_t(t), lanes);
+        const uint32_t *word = &lanes.word[0][0];
+        for (int i = 0; i < kTile; ++i) out[i] = float(int32_t((word[i] & 0xFFFFu) << 1 | 1)) * 0x1p-17f;
+        for (int i = 0; i < kTile; ++i) out[kTile + i] = float(int32_t(word[i] >> 15 | 1)) * 0x1p-17f;
+    }
+}
+
 // -ln u for u = (k + 1/2) / 2^31: u = 2^e (1 + f), ln(1 + f) = f - f^2/2 + f^3 P(f); near 1, f comes from 2^31 - 1 - k.
 inline float negative_log(int32_t k) {
     constexpr uint32_t kSqrtHalf = 0x3f3504f3u;

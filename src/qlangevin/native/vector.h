@@ -65,6 +65,30 @@ inline F positive(F x) { return greater(x, F{}); }
 inline F whole(F x) { return __builtin_convertvector(__builtin_convertvector(x, I), F); }  // towards zero, |x| < 2^31
 inline F one_where(I mask) { return (F)(mask & (I)all(1.0f)); }
 
+// Whole numbers in the lanes, |x| < 2^31; and these as bytes in memory, for which compilers find no good way by themselves.
+inline I integers(F x) { return __builtin_convertvector(x, I); }
+inline F floats(I x) { return __builtin_convertvector(x, F); }
+#if defined(__AVX512F__)
+inline I load_bytes(const int8_t *p) { return (I)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)); }
+inline void store_bytes(int8_t *p, I x) { _mm_storeu_si128((__m128i *)p, _mm512_cvtepi32_epi8((__m512i)x)); }
+#elif defined(__AVX2__)
+inline I load_bytes(const int8_t *p) { return (I)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p)); }
+inline void store_bytes(int8_t *p, I x) {
+    const __m256i words = _mm256_packs_epi32((__m256i)x, (__m256i)x), bytes = _mm256_packs_epi16(words, words);
+    const __m256i joined = _mm256_permutevar8x32_epi32(bytes, _mm256_setr_epi32(0, 4, 0, 4, 0, 4, 0, 4));
+    _mm_storel_epi64((__m128i *)p, _mm256_castsi256_si128(joined));
+}
+#else
+inline I load_bytes(const int8_t *p) {
+    I x;
+    for (int l = 0; l < kWidth; ++l) x[l] = p[l];
+    return x;
+}
+inline void store_bytes(int8_t *p, I x) {
+    for (int l = 0; l < kWidth; ++l) p[l] = int8_t(x[l]);
+}
+#endif
+
 // A piece of memory: a whole vector, or what is left at the end (missing lanes read as zero).
 struct Full {
     static constexpr int64_t count = kWidth;
@@ -74,6 +98,8 @@ struct Full {
         return x;
     }
     void store(float *p, F x) const { __builtin_memcpy(p, &x, sizeof x); }
+    I load(const int8_t *p) const { return load_bytes(p); }
+    void store(int8_t *p, I x) const { store_bytes(p, x); }
 };
 struct Part {
     int64_t count;
@@ -83,6 +109,16 @@ struct Part {
         return x;
     }
     void store(float *p, F x) const { __builtin_memcpy(p, &x, std::size_t(count) * sizeof(float)); }
+    I load(const int8_t *p) const {
+        int8_t all[kWidth] = {};
+        __builtin_memcpy(all, p, std::size_t(count));
+        return load_bytes(all);
+    }
+    void store(int8_t *p, I x) const {
+        int8_t all[kWidth];
+        store_bytes(all, x);
+        __builtin_memcpy(p, all, std::size_t(count));
+    }
 };
 
 template <class Body>
