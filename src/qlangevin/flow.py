@@ -19,7 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from . import native, ops, random
 from .random import Key
-from .saving import Codes, Maker, SavedAsCodes, memory_order
+from .saving import Codes, Maker, SavedAsCodes, in_order, memory_order
 
 __all__ = ["Step", "marked", "passed", "relu", "simple"]
 
@@ -78,7 +78,7 @@ def in_place(x: Tensor, step: Step, saving: SavedAsCodes | None, maker: Maker) -
     if codes is None or order is None or saving is None:
         rounded(x, step.activations, step, random.ACTIVATION, in_place=True)
         return
-    flat, parts = x.permute(order), (codes.codes, codes.exponents)
+    flat, parts = in_order(x, order), (codes.codes, codes.exponents)
     native.run(flat, format, step.rounding, step.key, random.ACTIVATION, out=flat, codes=parts)
     saving.known[saving.place(x)] = codes
 
@@ -92,7 +92,7 @@ def rounded(
         y: Tensor = ops.quantize_op(x, format, step.rounding, *ops.key_bits(step.key), purpose)
         return x.copy_(y) if in_place else y
     out = x if in_place else torch.empty_like(x)
-    flat, target = x.permute(order), out.permute(order)
+    flat, target = in_order(x, order), in_order(out, order)
     if native.enabled_for(x) and x.dtype == torch.float32:
         native.run(flat, ops.parse(format), step.rounding, step.key, purpose, out=target, positive=positive)
     else:
@@ -123,7 +123,8 @@ class ErrorHook:
             return e
         if e.requires_grad:  # the derivative of a derivative is wanted
             return cast(Tensor, Rounded.apply(e, self.format, self.step, random.ERROR))
-        out = rounded(e, self.format, self.step, random.ERROR, in_place=_owners(e) == _sole_owner(ErrorHook))
+        alone = _owners(e) == _sole_owner(ErrorHook)
+        out = rounded(e, self.format, self.step, random.ERROR, alone)
         mark(out, self.format)
         return out
 
@@ -132,7 +133,9 @@ def relu(x: Tensor, step: Step, inplace: bool, saving: SavedAsCodes | None) -> T
     """relu(x) for x on the grid of the activations, which it does not leave; Q_E on its error."""
     kept: list[Codes] = []
     y = cast(Tensor, ReLU.apply(x, step, inplace, saving, kept))
-    if saving is not None and kept:  # autograd has counted a change in place by now: the next layer will know it as this
+    if (
+        saving is not None and kept
+    ):  # autograd has counted a change in place by now: the next layer will know it as this
         saving.known[saving.place(y)] = kept[0]
     mark(y, step.activations)
     return y
@@ -155,7 +158,7 @@ class ReLU(torch.autograd.Function):
             torch.clamp_min(x, 0, out=y)
             ctx.save_for_backward(y)
         else:
-            native.rectify(x.permute(order), y.permute(order), codes.codes, codes.exponents, saving.format)
+            native.rectify(in_order(x, order), in_order(y, order), codes.codes, codes.exponents, saving.format)
             kept.append(codes)
             ctx.codes = codes.about
             ctx.save_for_backward(codes.codes, codes.exponents)

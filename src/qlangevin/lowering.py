@@ -131,7 +131,13 @@ class Layer:
     """The hook on a layer."""
 
     def __init__(self, activations: str | None, errors: str | None, rounding: str, seed: int, stream: int) -> None:
-        self.activations, self.errors, self.rounding, self.seed, self.stream = activations, errors, rounding, seed, stream
+        self.activations, self.errors, self.rounding, self.seed, self.stream = (
+            activations,
+            errors,
+            rounding,
+            seed,
+            stream,
+        )
         self.count = torch.zeros((), dtype=torch.int64)
         self.saved = False  # whether somebody keeps the output for backward
 
@@ -155,7 +161,9 @@ class Layer:
         if flow.simple(x):
             return flow.passed(x, self.next(module), isinstance(module, FRESH) and not x._is_view(), on_grid, self)
         seed, stream, rounding = ops.signed(self.seed), ops.signed(self.stream), self._rounding(module)
-        return cast(Tensor, flow.lower_op(x, self.activations, self.errors, rounding, seed, stream, self._count(module)))
+        return cast(
+            Tensor, flow.lower_op(x, self.activations, self.errors, rounding, seed, stream, self._count(module))
+        )
 
     def relu(self, module: nn.ReLU, x: Tensor) -> Tensor:
         """The forward of `nn.ReLU`."""
@@ -164,7 +172,7 @@ class Layer:
         return self.one(module, nn.functional.relu(x, module.inplace))
 
     def next(self, module: nn.Module) -> flow.Step:
-        key = Key(self.seed, self.stream, int(self._count(module)))
+        key = Key(self.seed, self.stream, int(self.count.add_(1)) if module.training else 0)
         return flow.Step(self.activations, self.errors, self._rounding(module), key)
 
     def _rounding(self, module: nn.Module) -> str:
@@ -174,9 +182,8 @@ class Layer:
         """How often the layer has run in training, this time included; a tensor that stays as it is."""
         if not module.training:
             return torch.zeros_like(self.count)
-        count = self.count + 1
-        self.count.copy_(count)
-        return count
+        self.count.add_(1)
+        return self.count.clone()
 
 
 class Saving:

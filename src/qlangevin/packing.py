@@ -81,7 +81,9 @@ def unpack(model: nn.Module) -> nn.Module:
 
 def _check(name: str, module: nn.Module, p: Tensor, format: Format) -> None:
     if isinstance(module, torch.jit.ScriptModule):
-        raise TypeError(f"{name!r} belongs to a scripted module, whose parameters cannot be replaced; pack before scripting")
+        raise TypeError(
+            f"{name!r} belongs to a scripted module, whose parameters cannot be replaced; pack before scripting"
+        )
     if isinstance(p, QTensor):
         raise ValueError(f"{name!r} is packed already, as {p.format}; unpack(model) first")
     if type(p) not in (nn.Parameter, Tensor):

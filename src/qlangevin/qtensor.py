@@ -5,12 +5,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 from . import ops
 from .codes import decode_op, encode_op
@@ -108,7 +107,7 @@ class QTensor(torch.Tensor):
             return _view(func, *args, **kwargs)
         if func._schema.is_mutable:
             return _write(func, args, kwargs)
-        return func(*tree_map_only(QTensor, _values_of, args), **tree_map_only(QTensor, _values_of, kwargs))
+        return func(*_decoded(args, _values_of), **{name: _decoded([a], _values_of)[0] for name, a in kwargs.items()})
 
 
 def encode(x: Tensor, format: str | Format, rounding: Rounding = "nearest", key: Key | None = None) -> QTensor:
@@ -145,6 +144,18 @@ def _contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
 def _values_of(q: QTensor) -> Tensor:
     values = q.decode_whole()
     return values.as_strided(q.shape, q.stride(), q.storage_offset()) if q.is_view else values
+
+
+def _decoded(arguments: Any, decode: Callable[[QTensor], Tensor]) -> list[Any]:
+    """Arguments of an operation, plain tensors for QTensors; also in lists of tensors."""
+    plain = []
+    for a in arguments:
+        if isinstance(a, QTensor):
+            a = decode(a)
+        elif type(a) in (list, tuple) and any(isinstance(one, QTensor) for one in a):
+            a = _decoded(a, decode)
+        plain.append(a)
+    return plain
 
 
 # ---- what PyTorch's operations do with a QTensor, unless it is to decode it
@@ -231,7 +242,7 @@ def _write(func: Any, args: Any, kwargs: Any) -> Any:
         written.append((q, values))
         return values.as_strided(q.shape, q.stride(), q.storage_offset())
 
-    result = func(*tree_map_only(QTensor, open_up, args), **tree_map_only(QTensor, open_up, kwargs))
+    result = func(*_decoded(args, open_up), **{name: _decoded([a], open_up)[0] for name, a in kwargs.items()})
     for q, values in written:
         q.overwrite(values)
     return args[0] if isinstance(result, Tensor) and isinstance(args[0], QTensor) else result

@@ -63,6 +63,8 @@ class Key:
     def __post_init__(self) -> None:
         for name in ("seed", "stream", "step"):
             value = getattr(self, name)
+            if type(value) is int and 0 <= value < 2**64:  # the usual case, and keys are made by the hundred
+                continue
             if isinstance(value, bool) or not isinstance(value, numbers.Integral) or not 0 <= int(value) < 2**64:
                 raise ValueError(f"{name} must be an integer between 0 and 2^64 - 1, got {value!r}")
             object.__setattr__(self, name, int(value))  # also of NumPy's integers

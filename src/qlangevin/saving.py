@@ -17,23 +17,28 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from .codes import decode_op, empty_codes, encode_exactly
 from .formats import BlockFloat, Format
 
-__all__ = ["SavedAsCodes", "memory_order"]
+__all__ = ["Codes", "SavedAsCodes", "in_order", "memory_order"]
 
 SMALL = 1024  # tensors below this are not worth it
 
 
 def memory_order(x: Tensor, format: Format | None = None) -> tuple[int, ...] | None:
-    """The permutation of dims that makes x contiguous without a copy and keeps its blocks together; None if there is none.
+    """The permutation of dims that makes x contiguous without a copy and keeps its blocks together; () if it is contiguous
+    already, None if there is none.
 
     Channels-last activations are worked on in the order of their memory. Groups along the last dim must stay along it.
     """
     if x.is_contiguous():
-        return tuple(range(x.dim()))
+        return ()
     order = tuple(sorted(range(x.dim()), key=lambda d: (-x.stride(d), d)))
     grouped = isinstance(format, BlockFloat) and isinstance(format.block, int)
     if (grouped and order[-1] != x.dim() - 1) or not x.permute(order).is_contiguous():
         return None
     return order
+
+
+def in_order(x: Tensor, order: tuple[int, ...]) -> Tensor:
+    return x.permute(order) if order else x
 
 
 class Codes(NamedTuple):
@@ -50,8 +55,7 @@ class Codes(NamedTuple):
 
     def decode(self) -> Tensor:
         values: Tensor = decode_op(self.codes, self.exponents, self.format)
-        inverse = sorted(range(len(self.order)), key=self.order.__getitem__)
-        return values.permute(inverse)
+        return values.permute(sorted(range(len(self.order)), key=self.order.__getitem__)) if self.order else values
 
 
 class Maker(Protocol):
@@ -94,7 +98,7 @@ class SavedAsCodes(torch.autograd.graph.saved_tensors_hooks):
         super().__exit__(*error)
 
     def pack(self, t: Tensor) -> Tensor | Codes:
-        if type(t) is not Tensor or t.dtype != torch.float32 or t.numel() < SMALL or t.is_leaf and t.requires_grad:
+        if type(t) is not Tensor or t.dtype != torch.float32 or t.numel() < SMALL or (t.is_leaf and t.requires_grad):
             return t
         place = self.place(t)
         if place not in self.known:
@@ -110,7 +114,7 @@ class SavedAsCodes(torch.autograd.graph.saved_tensors_hooks):
         """Codes to be filled in by whoever puts numbers on the grid into x; None if this saves nothing."""
         if self.format.storage_bits >= 32 or x.numel() < SMALL:
             return None
-        return Codes(*empty_codes(x.permute(order), self.format), str(self.format), order)
+        return Codes(*empty_codes(in_order(x, order), self.format), str(self.format), order)
 
     @staticmethod
     def place(t: Tensor) -> tuple[Any, ...]:
@@ -121,7 +125,7 @@ class SavedAsCodes(torch.autograd.graph.saved_tensors_hooks):
         order = memory_order(t, self.format)
         if order is None:
             return None
-        found = encode_exactly(t.detach().permute(order), self.format)
+        found = encode_exactly(in_order(t.detach(), order), self.format)
         return None if found is None else Codes(*found, str(self.format), order)
 
     @staticmethod

@@ -30,8 +30,7 @@ def choose(model: nn.Module, layers: Choice, skip: Choice | None = None) -> dict
     return {
         name: module
         for name, module in modules.items()
-        if any(_fits(rule, name, module) for rule in wanted)
-        and not any(_fits(rule, name, module) for rule in unwanted)
+        if any(_fits(rule, name, module) for rule in wanted) and not any(_fits(rule, name, module) for rule in unwanted)
     }
 
 

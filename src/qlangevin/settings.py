@@ -64,11 +64,9 @@ class Settings:
     @classmethod
     def of(cls, group: dict[str, Any]) -> Settings:
         """Those of a parameter group: formats become names, a tensor lr (as schedulers may set) a number."""
-        settings = {f.name: group[f.name] for f in fields(cls)}
-        settings["lr"] = float(settings["lr"]) if isinstance(settings["lr"], Tensor) else settings["lr"]
-        for name in FORMATS:
-            settings[name] = None if settings[name] is None else str(parse(settings[name]))
-        return cls(**settings)
+        values = [group[name] for name in _names()]
+        values[0] = float(values[0]) if isinstance(values[0], Tensor) else values[0]
+        return _settings(*values)
 
     @property
     def variance(self) -> float:
@@ -80,6 +78,17 @@ class Settings:
             self.lr, self.weight_decay, self.variance, self.weights, self.gradients, self.accumulator, self.rounding,
             self.algorithm, self.maximize,
         )  # fmt: skip
+
+
+@lru_cache(maxsize=1)
+def _names() -> tuple[str, ...]:
+    return tuple(f.name for f in fields(Settings))
+
+
+@lru_cache(maxsize=64)  # a sampler that steps in backward asks for each parameter
+def _settings(*values: Any) -> Settings:
+    given = dict(zip(_names(), values, strict=True))
+    return Settings(**given | {name: None if given[name] is None else str(parse(given[name])) for name in FORMATS})
 
 
 def check_parameter(p: Tensor, settings: Settings) -> None:

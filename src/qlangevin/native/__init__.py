@@ -52,7 +52,11 @@ def disabled() -> Iterator[None]:
 
 def enabled_for(*tensors: Tensor) -> bool:
     """Whether the kernels are on and can compute with these tensors: on the CPU, not float64."""
-    return _enabled and all(t.device.type == "cpu" and t.dtype != torch.float64 for t in tensors)
+    if _enabled:
+        for t in tensors:
+            if not t.is_cpu or t.dtype == torch.float64:
+                return False
+    return _enabled
 
 
 def levels() -> list[str]:
