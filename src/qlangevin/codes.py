@@ -47,7 +47,7 @@ def decode_op(codes: Tensor, exponents: Tensor | None, format: str) -> Tensor:
     return values
 
 
-def encode_exactly(values: Tensor, format: Format) -> tuple[Tensor, Tensor | None] | None:
+def encode_exactly(values: Tensor, format: Format) -> tuple[Tensor, Tensor] | None:
     """(codes, exponents) of contiguous float32 numbers if they decode to the same bits; None if not, or if it saves nothing."""
     if format.storage_bits >= 32:
         return None
@@ -59,7 +59,7 @@ def encode_exactly(values: Tensor, format: Format) -> tuple[Tensor, Tensor | Non
         if same:
             codes, exponents = _codes(values, format)
             same = torch.equal(_values(codes, exponents, format).view(torch.int32), values.view(torch.int32))
-    return (codes, exponents if isinstance(format, BlockFloat) else None) if same else None
+    return (codes, exponents) if same else None
 
 
 def empty_codes(values: Tensor, format: Format) -> tuple[Tensor, Tensor]:

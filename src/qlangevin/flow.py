@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from . import native, ops, random
+from .formats import BlockFloat, Format
 from .random import Key
 from .saving import Codes, Maker, SavedAsCodes, in_order, memory_order
 
@@ -37,7 +38,7 @@ def simple(x: Tensor) -> bool:
     """Whether x is memory the kernels can write to, and no stand-in for a tensor."""
     if torch.compiler.is_compiling() or type(x) is not Tensor or x.dtype != torch.float32:
         return False
-    return native.enabled_for(x) and not torch._C._functorch.is_functorch_wrapped_tensor(x)  # type: ignore[attr-defined]
+    return native.enabled_for(x) and not torch._C._functorch.is_functorch_wrapped_tensor(x)
 
 
 def mark(x: Tensor, format: str | None) -> None:
@@ -60,18 +61,30 @@ def passed(x: Tensor, step: Step, fresh: bool, on_grid: bool, maker: Maker) -> T
         if fresh:
             in_place(x.detach(), step, saving, maker)
         else:
-            y = cast(Tensor, Rounded.apply(x, step.activations, step, random.ACTIVATION))
+            y = _apply(Rounded, x, step.activations, step, random.ACTIVATION)
     mark(y, step.activations)
     if step.errors is not None and y.requires_grad:
         y.register_hook(ErrorHook(step.errors, step))
     return y
 
 
+def block_order(x: Tensor, format: Format) -> tuple[int, ...] | None:
+    """`memory_order` if blocks are the same in it: examples must come first, groups along the last dim stay last.
+
+    Channels-last activations are worked on in the order of their memory, which is also that of their random numbers.
+    """
+    order = memory_order(x)
+    block = format.block if isinstance(format, BlockFloat) else "tensor"
+    if not order or block == "tensor":
+        return order
+    return order if (order[0] == 0 if block == "row" else order[-1] == x.dim() - 1) else None
+
+
 def in_place(x: Tensor, step: Step, saving: SavedAsCodes | None, maker: Maker) -> None:
     """Q_A(x) where x was; with its codes, if those were asked for the last time."""
     assert step.activations is not None
     format, codes = ops.parse(step.activations), None
-    order = memory_order(x, format)
+    order = block_order(x, format)
     if saving is not None and saving.format == format and order is not None:
         codes = saving.room(x, order) if maker.saved else None
         saving.makers[StorageWeakRef(x.untyped_storage())] = maker
@@ -87,7 +100,7 @@ def rounded(
     x: Tensor, format: str, step: Step, purpose: int, in_place: bool = False, positive: Tensor | None = None
 ) -> Tensor:
     """x on a grid, in the order of its memory; zero where ``positive``, 8-bit codes in the same order, is not."""
-    order = memory_order(x, ops.parse(format))
+    order = block_order(x, ops.parse(format))
     if order is None:
         y: Tensor = ops.quantize_op(x, format, step.rounding, *ops.key_bits(step.key), purpose)
         return x.copy_(y) if in_place else y
@@ -108,7 +121,7 @@ class Rounded(torch.autograd.Function):
         return rounded(x, format, step, purpose)
 
     @staticmethod
-    def backward(ctx: Any, error: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, error: Tensor) -> tuple[Any, ...]:
         return error, None, None, None
 
 
@@ -122,7 +135,7 @@ class ErrorHook:
         if marked(e, self.format):
             return e
         if e.requires_grad:  # the derivative of a derivative is wanted
-            return cast(Tensor, Rounded.apply(e, self.format, self.step, random.ERROR))
+            return _apply(Rounded, e, self.format, self.step, random.ERROR)
         alone = _owners(e) == _sole_owner(ErrorHook)
         out = rounded(e, self.format, self.step, random.ERROR, alone)
         mark(out, self.format)
@@ -132,7 +145,7 @@ class ErrorHook:
 def relu(x: Tensor, step: Step, inplace: bool, saving: SavedAsCodes | None) -> Tensor:
     """relu(x) for x on the grid of the activations, which it does not leave; Q_E on its error."""
     kept: list[Codes] = []
-    y = cast(Tensor, ReLU.apply(x, step, inplace, saving, kept))
+    y = _apply(ReLU, x, step, inplace, saving, kept)
     if (
         saving is not None and kept
     ):  # autograd has counted a change in place by now: the next layer will know it as this
@@ -148,7 +161,7 @@ class ReLU(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, step: Step, inplace: bool, saving: SavedAsCodes | None, kept: list[Codes]
     ) -> Tensor:
-        order = memory_order(x, saving.format) if saving is not None and ctx.needs_input_grad[0] else None
+        order = block_order(x, saving.format) if saving is not None and ctx.needs_input_grad[0] else None
         codes = saving.room(x, order) if saving is not None and order is not None else None
         y = x if inplace else torch.empty_like(x)
         if inplace:
@@ -165,7 +178,7 @@ class ReLU(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(ctx: Any, e: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, e: Tensor) -> tuple[Any, ...]:
         format, codes = ctx.step.errors, Codes(*ctx.saved_tensors, *ctx.codes) if ctx.codes is not None else None
         fused = codes is not None and codes.codes.dtype == torch.int8 and codes.order == memory_order(e)
         if codes is not None and format is not None and fused and not e.requires_grad:
@@ -173,10 +186,14 @@ class ReLU(torch.autograd.Function):
             out = rounded(e, format, ctx.step, random.ERROR, alone, codes.codes)
         else:
             y = codes.decode() if codes is not None else ctx.saved_tensors[0]
-            q = e if format is None else cast(Tensor, Rounded.apply(e, format, ctx.step, random.ERROR))
+            q = e if format is None else _apply(Rounded, e, format, ctx.step, random.ERROR)
             out = torch.ops.aten.threshold_backward(q, y, 0)
         mark(out, format)
         return out, None, None, None, None
+
+
+def _apply(function: Any, *arguments: Any) -> Tensor:
+    return cast(Tensor, function.apply(*arguments))
 
 
 def _owners(e: Tensor) -> tuple[int, ...]:
@@ -200,7 +217,7 @@ def _sole_owner(caller: type) -> tuple[int, ...]:
             return x.clone()
 
         @staticmethod
-        def backward(ctx: Any, e: Tensor) -> Tensor:  # type: ignore[override]
+        def backward(ctx: Any, e: Tensor) -> Tensor:
             if caller is ReLU:
                 seen.append(_owners(e))
             return e * 1.0
@@ -211,7 +228,7 @@ def _sole_owner(caller: type) -> tuple[int, ...]:
                 seen.append(_owners(e))
 
     with torch.enable_grad():
-        x = Probe.apply(torch.ones(2, requires_grad=True))
+        x = _apply(Probe, torch.ones(2, requires_grad=True))
         x.register_hook(Hook()) if caller is ErrorHook else None
         (x * torch.ones(2)).backward(torch.ones(2))
     return seen[0]
@@ -225,14 +242,22 @@ def lower_op(
     x: Tensor, activations: str | None, errors: str | None, rounding: str, seed: int, stream: int, step: Tensor
 ) -> Tensor:
     """Q_A; its backward is Q_E. The step is a tensor, because compiled code must not depend on its value."""
-    how = Step(activations, errors, rounding, ops.key_of(seed, stream, int(step)))
-    return x.clone() if activations is None else rounded(x, activations, how, random.ACTIVATION)
+    return _rounded_at(x, activations, random.ACTIVATION, rounding, seed, stream, step)
 
 
 @ops.operator("lower_error")
 def error_op(e: Tensor, errors: str | None, rounding: str, seed: int, stream: int, step: Tensor) -> Tensor:
-    how = Step(None, errors, rounding, ops.key_of(seed, stream, int(step)))
-    return e.clone() if errors is None else rounded(e, errors, how, random.ERROR)
+    """Q_E."""
+    return _rounded_at(e, errors, random.ERROR, rounding, seed, stream, step)
+
+
+@torch._disable_dynamo  # type: ignore[attr-defined]  # where compiled code falls back to eager, this is not to be compiled
+def _rounded_at(
+    x: Tensor, format: str | None, purpose: int, rounding: str, seed: int, stream: int, step: Tensor
+) -> Tensor:
+    if format is None:
+        return x.clone()
+    return rounded(x, format, Step(format, format, rounding, ops.key_of(seed, stream, int(step))), purpose)
 
 
 @ops.fake("lower")

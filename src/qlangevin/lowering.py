@@ -11,12 +11,13 @@ layer and how often it has run in training; in evaluation everything is rounded 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from types import MethodType
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import activation, batchnorm, conv, dropout, pooling, rnn
+from torch.nn.modules import activation, batchnorm, conv, dropout, pooling
 from torch.utils._pytree import tree_map_only
 
 from . import flow, ops
@@ -29,6 +30,8 @@ from .selection import Choice, choose
 
 __all__ = ["LAYERS", "Quantize", "load_state_dict", "lower", "state_dict", "unlower"]
 
+M = TypeVar("M", bound=nn.Module)
+
 
 class Quantize(nn.Module):
     """Marks a place in a model where there is no layer, such as a residual sum: `lower` rounds what passes through it."""
@@ -37,22 +40,23 @@ class Quantize(nn.Module):
         return x
 
 
-def _modules_of(package: Any) -> tuple[type[nn.Module], ...]:
-    return tuple(t for t in (getattr(package, name) for name in package.__all__) if issubclass(t, nn.Module))
+def _modules_of(package: Any) -> list[type[nn.Module]]:
+    return [getattr(package, name) for name in package.__all__]
 
 
 # What is a layer. Log-softmax is not: it belongs to the loss.
-LAYERS: tuple[type[nn.Module], ...] = tuple(
-    t
-    for t in (
-        *[nn.Linear, nn.Bilinear, conv._ConvNd, nn.Embedding, nn.EmbeddingBag, nn.RNNBase, rnn.RNNCellBase],
-        *[batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.LocalResponseNorm, nn.CrossMapLRN2d],
-        *[*_modules_of(activation), *_modules_of(pooling), *_modules_of(dropout), nn.Upsample, Quantize],
-    )
-    if not issubclass(t, nn.LogSoftmax)
+LAYERS: tuple[type[nn.Module], ...] = (
+    *[nn.Linear, nn.Bilinear, conv._ConvNd, nn.Embedding, nn.EmbeddingBag, nn.RNNBase, nn.RNNCellBase],
+    *[batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.LocalResponseNorm, nn.CrossMapLRN2d],
+    *[t for t in _modules_of(activation) if t is not nn.LogSoftmax],
+    *[*_modules_of(pooling), *_modules_of(dropout), nn.Upsample, Quantize],
 )
-# Layers whose output nobody has seen, nor their own backward needs: it can be rounded where it is.
-FRESH = (nn.Linear, nn.Bilinear, conv._ConvNd, batchnorm._BatchNorm, nn.LayerNorm, nn.GroupNorm)
+# Layers whose output nobody has seen and their own backward does not need: it can be rounded where it is. These types
+# only: a subclass may do more with it.
+FRESH = (
+    *[nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d],
+    *[nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.LayerNorm, nn.GroupNorm],
+)
 # Layers that give back some of the numbers they are given, or zero: numbers on the grid stay on it.
 KEEPS_GRID = (nn.ReLU, nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, pooling._AdaptiveMaxPoolNd)
 
@@ -60,7 +64,7 @@ _STREAMS = 1 << 40  # where the streams of layers begin; those of parameters are
 
 
 def lower(
-    model: nn.Module,
+    model: M,
     activations: str | Format | None = None,
     errors: str | Format | None = None,
     *,
@@ -69,7 +73,7 @@ def lower(
     rounding: Rounding = "stochastic",
     seed: int = 0,
     save_codes: bool = True,
-) -> nn.Module:
+) -> M:
     """Round the output of every layer, and the error that flows back to it, in place; returns the model.
 
     Args:
@@ -92,23 +96,23 @@ def lower(
         if (forward := _forward_for(module)) is not None:
             module.forward = MethodType(forward, module)
     if save_codes and names[0] is not None:
-        saving = Saving(parse(names[0]))
-        model.register_forward_pre_hook(saving.enter)
-        model.register_forward_hook(saving.leave, always_call=True)
+        model._qlangevin_saving = (parse(names[0]), model.__dict__.get("forward"))  # type: ignore[assignment]
+        model.forward = MethodType(_saving_forward, model)
     return model
 
 
-def unlower(model: nn.Module) -> nn.Module:
+def unlower(model: M) -> M:
     """Take away what `lower` put on a model, or on any of its parts; returns the model."""
     for module in model.modules():
-        for hooks in (module._forward_hooks, module._forward_pre_hooks):
-            for key in [k for k, hook in hooks.items() if _ours(hook)]:
-                del hooks[key]
-                module._forward_hooks_always_called.pop(key, None)
-        if getattr(module.__dict__.get("extra_repr"), "__func__", None) is _extra_repr:
-            del module.__dict__["extra_repr"]
-        if getattr(module.__dict__.get("forward"), "__func__", None) in (_rnn_forward, _relu_forward):
-            del module.__dict__["forward"]
+        for key in [k for k, hook in module._forward_hooks.items() if isinstance(hook, Layer)]:
+            del module._forward_hooks[key]
+        if "_qlangevin_saving" in module.__dict__:
+            _, before = module.__dict__.pop("_qlangevin_saving")
+            module.__dict__["forward"] = before  # None is deleted below
+        for name, ours in (("extra_repr", (_extra_repr,)), ("forward", (_rnn_forward, _relu_forward))):
+            method = module.__dict__.get(name)
+            if name in module.__dict__ and (method is None or getattr(method, "__func__", None) in ours):
+                del module.__dict__[name]
     return model
 
 
@@ -145,7 +149,7 @@ class Layer:
         return f"activations={self.activations or 'fp32'}, errors={self.errors or 'fp32'}"
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
-        if "forward" in module.__dict__:  # one of ours, which has done it
+        if _forward_for(module) is not None:  # which has done it
             return output
         if isinstance(module, nn.MultiheadAttention):  # the second output is not passed on, but looked at
             return (self.one(module, output[0]), *output[1:])
@@ -159,7 +163,7 @@ class Layer:
         if not x.dtype.is_floating_point or (self.activations is None and self.errors is None):
             return x
         if flow.simple(x):
-            return flow.passed(x, self.next(module), isinstance(module, FRESH) and not x._is_view(), on_grid, self)
+            return flow.passed(x, self.next(module), type(module) in FRESH and not x._is_view(), on_grid, self)
         seed, stream, rounding = ops.signed(self.seed), ops.signed(self.stream), self._rounding(module)
         return cast(
             Tensor, flow.lower_op(x, self.activations, self.errors, rounding, seed, stream, self._count(module))
@@ -186,27 +190,6 @@ class Layer:
         return self.count.clone()
 
 
-class Saving:
-    """The hooks on a lowered model that keep its activations as codes."""
-
-    def __init__(self, format: Format) -> None:
-        self.format = format
-        self.entered: list[SavedAsCodes] = []
-
-    def enter(self, module: nn.Module, args: Any) -> None:
-        if not torch.compiler.is_compiling():
-            self.entered.append(SavedAsCodes(self.format))
-            self.entered[-1].__enter__()
-
-    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self.entered and not torch.compiler.is_compiling():
-            self.entered.pop().__exit__()
-
-
-def _ours(hook: Any) -> bool:
-    return isinstance(hook, Layer) or isinstance(getattr(hook, "__self__", None), Saving)
-
-
 def _layers(model: nn.Module) -> Iterator[tuple[str, Layer]]:
     for name, module in model.named_modules():
         yield from ((name, hook) for hook in module._forward_hooks.values() if isinstance(hook, Layer))
@@ -221,6 +204,14 @@ def _layer_of(module: nn.Module) -> Layer:
 
 def _extra_repr(module: nn.Module) -> str:
     return ", ".join(filter(None, [type(module).extra_repr(module), repr(_layer_of(module))]))
+
+
+def _saving_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """The forward of a lowered model, its activations kept as codes; compiled code keeps what its compiler wants."""
+    format, before = cast(Any, module)._qlangevin_saving
+    saving: Any = nullcontext() if torch.compiler.is_compiling() else SavedAsCodes(format)
+    with saving:
+        return type(module).forward(module, *args, **kwargs) if before is None else before(*args, **kwargs)
 
 
 def _rnn_forward(module: nn.RNNBase, input: Any, hx: Any = None) -> Any:

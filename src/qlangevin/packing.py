@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,16 +18,18 @@ from .steps import parameter_key, quantized
 
 __all__ = ["pack", "unpack"]
 
+M = TypeVar("M", bound=nn.Module)
+
 
 def pack(
-    model: nn.Module,
+    model: M,
     weights: str | Format,
     *,
     layers: Choice = nn.Module,
     skip: Choice | None = None,
     rounding: Rounding = "stochastic",
     seed: int = 0,
-) -> nn.Module:
+) -> M:
     """Turn parameters into `QTensor` parameters, in place; returns the model.
 
     Every layer works as before: it decodes its weights when it computes, in forward and again in backward, and lets go of
@@ -62,7 +65,7 @@ def pack(
     return model
 
 
-def unpack(model: nn.Module) -> nn.Module:
+def unpack(model: M) -> M:
     """Turn `QTensor` parameters back into float ones with the same numbers, in place; returns the model."""
     chosen = [
         (f"{where}.{name}".lstrip("."), module, name, p)
@@ -74,7 +77,7 @@ def unpack(model: nn.Module) -> nn.Module:
     plain: dict[int, nn.Parameter] = {}
     for _, module, name, p in chosen:
         if id(p) not in plain:
-            plain[id(p)] = nn.Parameter(p.detach().decode(), requires_grad=p.requires_grad)
+            plain[id(p)] = nn.Parameter(cast(QTensor, p.detach()).decode(), requires_grad=p.requires_grad)
         setattr(module, name, plain[id(p)])
     return model
 

@@ -35,15 +35,15 @@ class QTensor(torch.Tensor):
     format: Format
     whole: torch.Size  # the shape of what the codes stand for; of a view, that of the tensor it looks at
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(
         cls, codes: Tensor, exponents: Tensor | None, format: Format, shape: torch.Size, dtype: torch.dtype,
-        view: tuple[Sequence[int], Sequence[int], int] | None = None,
+        view: tuple[Sequence[int], Sequence[int], Any] | None = None,
     ) -> QTensor:  # fmt: skip
         size, strides, offset = view or (shape, _contiguous_strides(shape), 0)
-        self: QTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        self: QTensor = torch.Tensor._make_wrapper_subclass(
             cls, size, strides=strides, storage_offset=offset, dtype=dtype, device=codes.device
         )
         self.codes, self.exponents, self.format, self.whole = codes, exponents, format, torch.Size(shape)
@@ -61,7 +61,7 @@ class QTensor(torch.Tensor):
         return cls(parts["codes"], parts.get("exponents"), format, whole, dtype, (size, strides, offset))
 
     @property
-    def nbytes(self) -> int:
+    def nbytes(self) -> int:  # type: ignore[override]
         """Bytes of codes and exponents: all the memory the numbers take."""
         return self.codes.nbytes + (self.exponents.nbytes if self.exponents is not None else 0)
 
@@ -82,7 +82,8 @@ class QTensor(torch.Tensor):
 
     def decode(self) -> Tensor:
         """The numbers the codes stand for, as a plain tensor; gradients pass through."""
-        return cast(Tensor, _Decode.apply(self)) if self.requires_grad and torch.is_grad_enabled() else _values_of(self)
+        tracked: Any = _Decode
+        return cast(Tensor, tracked.apply(self)) if self.requires_grad and torch.is_grad_enabled() else _values_of(self)
 
     def overwrite(self, values: Tensor) -> None:
         """Put other numbers in place of all of `whole`, rounded to nearest."""
@@ -91,13 +92,13 @@ class QTensor(torch.Tensor):
         if self.exponents is not None and new.exponents is not None:
             self.exponents.copy_(new.exponents)
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         grad = ", requires_grad=True" if self.requires_grad else ""
         return f"QTensor({self.format}, shape={tuple(self.shape)}, {self.nbytes} bytes, device={self.device}{grad})"
 
     @classmethod
-    @torch._disable_dynamo  # where a compiled function falls back to eager code, this is not to be compiled by itself
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    @torch._disable_dynamo  # type: ignore[attr-defined]  # eager code that a compiled function falls back to stays eager
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
         if (special := _SPECIAL.get(func)) is not None and isinstance(args[0], QTensor):
             result = special(func, *args, **kwargs)
@@ -129,7 +130,7 @@ class _Decode(torch.autograd.Function):
         return _values_of(q)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
         return grad
 
 

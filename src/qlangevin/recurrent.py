@@ -21,12 +21,12 @@ def layer_by_layer(module: nn.RNNBase, between: Between, x: Any, hx: Any = None)
     states."""
     directions = 2 if module.bidirectional else 1
     finals: list[Any] = []
-    for l in range(module.num_layers):
-        rows = slice(l * directions, (l + 1) * directions)
+    for i in range(module.num_layers):
+        rows = slice(i * directions, (i + 1) * directions)
         start = None if hx is None else hx[rows] if isinstance(hx, Tensor) else tuple(h[rows] for h in hx)
-        x, final = type(module).forward(_single(module, l, directions), x, start)
+        x, final = type(module).forward(_single(module, i, directions), x, start)
         finals.append(final)
-        last = l == module.num_layers - 1
+        last = i == module.num_layers - 1
 
         def rounded(out: Tensor, last: bool = last) -> Tensor:
             y = between(module, out)
@@ -38,13 +38,13 @@ def layer_by_layer(module: nn.RNNBase, between: Between, x: Any, hx: Any = None)
     return x, tuple(between(module, torch.cat(states)) for states in zip(*finals, strict=True))
 
 
-def _single(module: nn.RNNBase, l: int, directions: int) -> nn.RNNBase:
+def _single(module: nn.RNNBase, i: int, directions: int) -> nn.RNNBase:
     """One layer as a module of its own, with the same parameters."""
     if module.num_layers == 1:
         return module
     one = copy.copy(module)  # its own dict of attributes, the same tensors in it
-    names = [name for d in range(directions) for name in module._all_weights[l * directions + d]]
-    size = module.input_size if l == 0 else directions * (module.proj_size or module.hidden_size)
+    names = [name for d in range(directions) for name in module._all_weights[i * directions + d]]
+    size = module.input_size if i == 0 else directions * (module.proj_size or module.hidden_size)
     weights = [getattr(module, name) for name in names]
     one.__dict__.update(num_layers=1, dropout=0.0, input_size=size)
     one.__dict__.update(

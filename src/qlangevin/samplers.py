@@ -239,7 +239,7 @@ def _changed(p: Tensor, state: dict[str, Any], s: Update) -> bool:
 
 
 def _values(p: Tensor) -> Tensor:
-    return p.detach().decode() if isinstance(p, QTensor) else p.detach()
+    return cast(QTensor, p.detach()).decode() if isinstance(p, QTensor) else p.detach()
 
 
 class InBackward:

@@ -15,26 +15,20 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from .codes import decode_op, empty_codes, encode_exactly
-from .formats import BlockFloat, Format
+from .formats import Format
 
 __all__ = ["Codes", "SavedAsCodes", "in_order", "memory_order"]
 
 SMALL = 1024  # tensors below this are not worth it
 
 
-def memory_order(x: Tensor, format: Format | None = None) -> tuple[int, ...] | None:
-    """The permutation of dims that makes x contiguous without a copy and keeps its blocks together; () if it is contiguous
-    already, None if there is none.
-
-    Channels-last activations are worked on in the order of their memory. Groups along the last dim must stay along it.
-    """
+def memory_order(x: Tensor) -> tuple[int, ...] | None:
+    """The permutation of dims that makes x contiguous without a copy; () if it is contiguous already, None if there is none."""
     if x.is_contiguous():
         return ()
-    order = tuple(sorted(range(x.dim()), key=lambda d: (-x.stride(d), d)))
-    grouped = isinstance(format, BlockFloat) and isinstance(format.block, int)
-    if (grouped and order[-1] != x.dim() - 1) or not x.permute(order).is_contiguous():
-        return None
-    return order
+    strides = x.stride()
+    order = tuple(sorted(range(x.dim()), key=lambda d: (-strides[d], d)))
+    return order if x.permute(order).is_contiguous() else None
 
 
 def in_order(x: Tensor, order: tuple[int, ...]) -> Tensor:
@@ -45,7 +39,7 @@ class Codes(NamedTuple):
     """A saved tensor: codes in the order of memory, and how it lay there."""
 
     codes: Tensor
-    exponents: Tensor | None
+    exponents: Tensor
     format: str
     order: tuple[int, ...]
 
@@ -122,7 +116,7 @@ class SavedAsCodes(torch.autograd.graph.saved_tensors_hooks):
         return StorageWeakRef(t.untyped_storage()), t._version, t.storage_offset(), t.shape, t.stride()
 
     def _encode(self, t: Tensor) -> Codes | None:
-        order = memory_order(t, self.format)
+        order = memory_order(t)
         if order is None:
             return None
         found = encode_exactly(in_order(t.detach(), order), self.format)
