@@ -16,7 +16,7 @@ from torch import Tensor
 from . import native, ops
 from .formats import FP32, BlockFloat, FixedPoint, Format, power_of_two
 
-__all__ = ["decode_op", "empty_codes", "encode_exactly", "encode_op"]
+__all__ = ["decode_op", "empty_codes", "encode_exactly", "encode_op", "values_of"]
 
 DTYPES = {4: torch.int8, 8: torch.int8, 16: torch.int16, 32: torch.int32}
 
@@ -38,13 +38,23 @@ def encode_op(values: Tensor, format: str) -> tuple[Tensor, Tensor]:
 
 @ops.operator("decode")
 def decode_op(codes: Tensor, exponents: Tensor | None, format: str) -> Tensor:
-    """The float32 numbers of unpacked codes."""
+    """`values_of`, as an operator."""
     parsed = ops.parse(format)
     if not native.enabled_for(codes):
         return _values(codes, exponents, parsed)
     values = torch.empty_like(codes, dtype=torch.float32, memory_format=torch.contiguous_format)
     native.recode(values, codes.contiguous(), exponents, parsed, encode=False)
     return values
+
+
+def values_of(codes: Tensor, exponents: Tensor | None, format: Format) -> Tensor:
+    """The float32 numbers of unpacked codes. Real ones need no operator, which would cost more than a small tensor does."""
+    if type(codes) is Tensor and native.enabled_for(codes) and format != FP32:
+        values = torch.empty(codes.shape, dtype=torch.float32)
+        native.recode(values, codes.contiguous(), exponents, format, encode=False)
+        return values
+    result: Tensor = decode_op(codes, exponents, str(format))
+    return result
 
 
 def encode_exactly(values: Tensor, format: Format) -> tuple[Tensor, Tensor] | None:

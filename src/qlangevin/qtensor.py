@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from . import ops
-from .codes import decode_op, encode_op
+from .codes import encode_op, values_of
 from .formats import BlockFloat, Format, check_holds, parse
 from .ops import Rounding
 from .random import Key
@@ -34,6 +34,7 @@ class QTensor(torch.Tensor):
     exponents: Tensor | None
     format: Format
     whole: torch.Size  # the shape of what the codes stand for; of a view, that of the tensor it looks at
+    is_view: bool
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -47,6 +48,9 @@ class QTensor(torch.Tensor):
             cls, size, strides=strides, storage_offset=offset, dtype=dtype, device=codes.device
         )
         self.codes, self.exponents, self.format, self.whole = codes, exponents, format, torch.Size(shape)
+        self.is_view = view is not None and (
+            self.shape != self.whole or self.stride() != _contiguous_strides(self.whole)
+        )
         return self
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
@@ -65,10 +69,6 @@ class QTensor(torch.Tensor):
         """Bytes of codes and exponents: all the memory the numbers take."""
         return self.codes.nbytes + (self.exponents.nbytes if self.exponents is not None else 0)
 
-    @property
-    def is_view(self) -> bool:
-        return self.shape != self.whole or self.stride() != _contiguous_strides(self.whole)
-
     def unpacked(self) -> Tensor:
         """The codes, one an element, in the shape of `whole`."""
         if self.format.storage_bits > 4:
@@ -77,13 +77,13 @@ class QTensor(torch.Tensor):
         return torch.stack((low, high), 1).view(-1)[: self.whole.numel()].view(self.whole)
 
     def decode_whole(self) -> Tensor:
-        values: Tensor = decode_op(self.unpacked(), self.exponents, str(self.format))
-        return values.to(self.dtype)
+        values = values_of(self.unpacked(), self.exponents, self.format)
+        return values if self.dtype == torch.float32 else values.to(self.dtype)
 
     def decode(self) -> Tensor:
         """The numbers the codes stand for, as a plain tensor; gradients pass through."""
         tracked: Any = _Decode
-        return cast(Tensor, tracked.apply(self)) if self.requires_grad and torch.is_grad_enabled() else _values_of(self)
+        return cast(Tensor, tracked.apply(self)) if self.requires_grad and torch.is_grad_enabled() else _plain(self)
 
     def overwrite(self, values: Tensor) -> None:
         """Put other numbers in place of all of `whole`, rounded to nearest."""
@@ -108,7 +108,7 @@ class QTensor(torch.Tensor):
             return _view(func, *args, **kwargs)
         if func._schema.is_mutable:
             return _write(func, args, kwargs)
-        return func(*_decoded(args, _values_of), **{name: _decoded([a], _values_of)[0] for name, a in kwargs.items()})
+        return func(*_decoded(args, _plain), **{name: _decoded([a], _plain)[0] for name, a in kwargs.items()})
 
 
 def encode(x: Tensor, format: str | Format, rounding: Rounding = "nearest", key: Key | None = None) -> QTensor:
@@ -127,7 +127,7 @@ class _Decode(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: QTensor) -> Tensor:
-        return _values_of(q)
+        return _plain(q)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
@@ -142,7 +142,7 @@ def _contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-def _values_of(q: QTensor) -> Tensor:
+def _plain(q: QTensor) -> Tensor:
     values = q.decode_whole()
     return values.as_strided(q.shape, q.stride(), q.storage_offset()) if q.is_view else values
 
@@ -201,7 +201,7 @@ def _embedding(func: Any, q: QTensor, indices: Tensor, *_: Any) -> Any:
     exponents = q.exponents
     if exponents is not None and exponents.numel() >= q.whole[0]:  # each row has its own; else there is one for all
         exponents = exponents.view(q.whole[0], -1)[at].reshape(-1)
-    values = decode_op(q.unpacked()[at], exponents, str(q.format)).to(q.dtype)
+    values = values_of(q.unpacked()[at], exponents, q.format).to(q.dtype)
     return values.view(*indices.shape, q.whole[1])
 
 
@@ -225,7 +225,7 @@ def _view(func: Any, q: QTensor, *args: Any, **kwargs: Any) -> Any:
         return QTensor(q.codes, q.exponents, q.format, q.whole, q.dtype, view)
 
     if isinstance(seen, Tensor) and seen.dtype != q.dtype:  # other bits of the same memory, which there is not
-        return func(_values_of(q), *args, **kwargs)
+        return func(_plain(q), *args, **kwargs)
     return over_codes(seen) if isinstance(seen, Tensor) else [over_codes(v) for v in seen]
 
 
@@ -238,7 +238,7 @@ def _write(func: Any, args: Any, kwargs: Any) -> Any:
 
     def open_up(q: QTensor) -> Tensor:
         if id(q) not in targets:
-            return _values_of(q)
+            return _plain(q)
         values = q.decode_whole()
         written.append((q, values))
         return values.as_strided(q.shape, q.stride(), q.storage_offset())

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from .codes import decode_op, empty_codes, encode_exactly
+from .codes import empty_codes, encode_exactly, values_of
 from .formats import Format
 
 __all__ = ["Codes", "SavedAsCodes", "in_order", "memory_order"]
@@ -40,15 +40,15 @@ class Codes(NamedTuple):
 
     codes: Tensor
     exponents: Tensor
-    format: str
+    format: Format
     order: tuple[int, ...]
 
     @property
-    def about(self) -> tuple[str, tuple[int, ...]]:
+    def about(self) -> tuple[Format, tuple[int, ...]]:
         return self.format, self.order
 
     def decode(self) -> Tensor:
-        values: Tensor = decode_op(self.codes, self.exponents, self.format)
+        values = values_of(self.codes, self.exponents, self.format)
         return values.permute(sorted(range(len(self.order)), key=self.order.__getitem__)) if self.order else values
 
 
@@ -108,7 +108,7 @@ class SavedAsCodes(torch.autograd.graph.saved_tensors_hooks):
         """Codes to be filled in by whoever puts numbers on the grid into x; None if this saves nothing."""
         if self.format.storage_bits >= 32 or x.numel() < SMALL:
             return None
-        return Codes(*empty_codes(in_order(x, order), self.format), str(self.format), order)
+        return Codes(*empty_codes(in_order(x, order), self.format), self.format, order)
 
     @staticmethod
     def place(t: Tensor) -> tuple[Any, ...]:
@@ -120,7 +120,7 @@ class SavedAsCodes(torch.autograd.graph.saved_tensors_hooks):
         if order is None:
             return None
         found = encode_exactly(in_order(t.detach(), order), self.format)
-        return None if found is None else Codes(*found, str(self.format), order)
+        return None if found is None else Codes(*found, self.format, order)
 
     @staticmethod
     def unpack(saved: Tensor | Codes) -> Tensor:
