@@ -19,11 +19,11 @@ from rich.table import Table
 
 from qlangevin import native
 
-from . import agreement, coarsening, quantizers, rivals, steps, whole
+from . import agreement, coarsening, memory, quantizers, rivals, steps, training, whole
 from .timing import Row, machine
 
-Part = Literal["steps", "quantizers", "whole", "agreement", "coarsening"]
-PARTS: tuple[Part, ...] = ("steps", "quantizers", "whole", "agreement", "coarsening")
+Part = Literal["steps", "quantizers", "training", "memory", "whole", "agreement", "coarsening"]
+PARTS: tuple[Part, ...] = ("steps", "quantizers", "training", "memory", "whole", "agreement", "coarsening")
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Options:
     """Time qlangevin against its rivals; all of them take turns in one run, and ratios are what counts."""
 
     quick: bool = False
-    """A tenth of the time; the ratios are rougher."""
+    """A tenth of the time, where that can be; the ratios are rougher, and the largest of the training steps is left out."""
     json: bool = False
     """Print one JSON object instead of tables."""
     only: tuple[Part, ...] = PARTS
@@ -83,7 +83,7 @@ def import_qtorch(messages: Console) -> ModuleType | None:
 
 
 def timings(options: Options, qtorch: ModuleType | None, console: Console) -> list[Row]:
-    """All that is timed, one table for each group."""
+    """All that is compared with a rival or a goal, one table for each group."""
     scale = 0.1 if options.quick else 1.0
     rows: list[Row] = []
     for part in (p for p in PARTS if p in options.only):
@@ -91,6 +91,10 @@ def timings(options: Options, qtorch: ModuleType | None, console: Console) -> li
             rows += steps.run(100 * scale)
         elif part == "quantizers" and native.available:
             rows += quantizers.run(60 * scale, qtorch)
+        elif part == "training" and native.available:
+            rows += training.run(400 * scale, options.quick)
+        elif part == "memory" and native.available:
+            rows += memory.run(options.quick)
         elif part == "whole":
             rows += whole.run(2 if options.quick else 7)
     for group in dict.fromkeys(row.group for row in rows):

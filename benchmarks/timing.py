@@ -84,7 +84,8 @@ class Goal:
 
 @dataclass(frozen=True)
 class Row:
-    """One comparison. ``judged`` is what the goal is about: time over the rival's time, the inverse, or the time itself."""
+    """One comparison. ``judged`` is what the goal is about: ours over the rival's time or memory, the rival's time over ours, or
+    our number itself."""
 
     group: str
     name: str
@@ -92,14 +93,14 @@ class Row:
     unit: str
     rival: str = ""
     theirs: float | None = None
-    judged_by: Literal["time", "speed", "value"] = "value"
+    judged_by: Literal["time", "speed", "memory", "value"] = "value"
     goal: Goal | None = None
 
     @property
     def judged(self) -> float:
         if self.theirs is None or self.judged_by == "value":
             return self.ours
-        return self.ours / self.theirs if self.judged_by == "time" else self.theirs / self.ours
+        return self.theirs / self.ours if self.judged_by == "speed" else self.ours / self.theirs
 
     @property
     def reached(self) -> bool | None:
@@ -112,7 +113,7 @@ class Row:
     def cells(self) -> tuple[str, ...]:
         """The row as text: what, ours, rival, theirs, ratio, goal, reached."""
         theirs = "" if self.theirs is None else f"{self.theirs:.3g} {self.unit}"
-        words = {"time": "x the time", "speed": "x as fast"}
+        words = {"time": "x the time", "speed": "x as fast", "memory": "x the memory"}
         ratio = "" if self.judged_by == "value" else f"{self.judged:.2f}{words[self.judged_by]}"
         goal = "" if self.goal is None else str(self.goal)
         reached = {None: "", True: "yes", False: "NO"}[self.reached]

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from qlangevin import BlockFloat, FixedPoint, Key, corrected, encode, quantize
+from qlangevin.codes import decode_op, encode_op
 from qlangevin.ops import corrected_op, quantize_op
-from qlangevin.qtensor import decode_op, encode_op
 
 
 @pytest.mark.parametrize("name", NAMES)
