@@ -416,6 +416,39 @@ def test_other_dtypes(dtype: torch.dtype) -> None:
     assert bool(ql.parse("bfp8e7").is_representable(y.detach().float()).all())
 
 
+@pytest.mark.parametrize(
+    ("layer", "shape"),
+    [
+        (nn.Conv1d(4, 6, 3, stride=2, padding=1, groups=2), (3, 4, 9)),
+        (nn.Conv2d(4, 6, (3, 2), dilation=2, bias=False), (3, 4, 9, 8)),
+        (nn.Conv3d(2, 3, 2), (3, 2, 4, 5, 3)),
+        (nn.ConvTranspose1d(4, 6, 3, stride=2, output_padding=1), (3, 4, 9)),
+        (nn.ConvTranspose2d(4, 6, 3, stride=2, groups=2, bias=False), (3, 4, 5, 6)),
+        (nn.ConvTranspose3d(2, 3, 2), (3, 2, 4, 5, 3)),
+        (nn.Conv2d(4, 6, 3, padding="same", padding_mode="reflect"), (3, 4, 9, 8)),
+        (nn.Conv2d(4, 6, 3), (4, 9, 8)),  # one example without a batch
+    ],
+    ids=lambda value: str(value) if isinstance(value, nn.Module) else "",
+)
+@pytest.mark.parametrize("frozen", ["nothing", "weight", "input"])
+def test_convolutions_have_the_gradients_they_had(layer: nn.Module, shape: tuple[int, ...], frozen: str) -> None:
+    layer = copy.deepcopy(layer)
+    x = torch.randn(shape, requires_grad=frozen != "input")
+    layer.get_parameter("weight").requires_grad_(frozen != "weight")
+    wanted = [t for t in (x, *layer.parameters()) if t.requires_grad]
+
+    def derivatives() -> list[Tensor]:
+        y = layer(x)
+        first = torch.autograd.grad(y.sin().sum(), wanted, retain_graph=True)
+        again = torch.autograd.grad(y.sin().sum(), wanted, create_graph=True)
+        second = torch.autograd.grad(sum(g.square().sum() for g in again), wanted, allow_unused=True)
+        return [y, *first, *again, *(g for g in second if g is not None)]
+
+    plain = derivatives()
+    ql.lower(layer, activations="fp32", errors="fp32")
+    torch.testing.assert_close(derivatives(), plain, rtol=1e-6, atol=1e-6)
+
+
 # ---- recurrent layers
 
 

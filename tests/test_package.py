@@ -38,6 +38,7 @@ ORDER = [
         "packing",
         "saving",
         "flow",
+        "convolution",
         "recurrent",
         "lowering",
         "store",

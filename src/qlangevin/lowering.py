@@ -21,6 +21,7 @@ from torch.nn.modules import activation, batchnorm, conv, dropout, pooling
 from torch.utils._pytree import tree_map_only
 
 from . import flow, ops
+from .convolution import CONVOLUTIONS, convolve
 from .formats import FP32, Format, parse
 from .ops import Rounding
 from .random import Key
@@ -53,10 +54,7 @@ LAYERS: tuple[type[nn.Module], ...] = (
 )
 # Layers whose output nobody has seen and their own backward does not need: it can be rounded where it is. These types
 # only: a subclass may do more with it.
-FRESH = (
-    *[nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d],
-    *[nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.LayerNorm, nn.GroupNorm],
-)
+FRESH = (*[nn.Linear, *CONVOLUTIONS, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.LayerNorm, nn.GroupNorm],)
 # Layers that give back some of the numbers they are given, or zero: numbers on the grid stay on it.
 KEEPS_GRID = (nn.ReLU, nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, pooling._AdaptiveMaxPoolNd)
 
@@ -109,7 +107,7 @@ def unlower(model: M) -> M:
         if "_qlangevin_saving" in module.__dict__:
             _, before = module.__dict__.pop("_qlangevin_saving")
             module.__dict__["forward"] = before  # None is deleted below
-        for name, ours in (("extra_repr", (_extra_repr,)), ("forward", (_rnn_forward, _relu_forward))):
+        for name, ours in (("extra_repr", (_extra_repr,)), ("forward", (_rnn_forward, _relu_forward, _conv_forward))):
             method = module.__dict__.get(name)
             if name in module.__dict__ and (method is None or getattr(method, "__func__", None) in ours):
                 del module.__dict__[name]
@@ -149,7 +147,7 @@ class Layer:
         return f"activations={self.activations or 'fp32'}, errors={self.errors or 'fp32'}"
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
-        if _forward_for(module) is not None:  # which has done it
+        if isinstance(module, nn.RNNBase) or type(module) is nn.ReLU:  # done in their forward
             return output
         if isinstance(module, nn.MultiheadAttention):  # the second output is not passed on, but looked at
             return (self.one(module, output[0]), *output[1:])
@@ -222,9 +220,16 @@ def _relu_forward(module: nn.ReLU, input: Tensor) -> Tensor:
     return _layer_of(module).relu(module, input)
 
 
+def _conv_forward(module: Any, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    y = convolve(module, input) if flow.simple(input) and not (args or kwargs) else None
+    return cast(Tensor, type(module).forward(module, input, *args, **kwargs)) if y is None else y
+
+
 def _forward_for(module: nn.Module) -> Any:
     """A forward of our own for modules in the midst of which something is to be done."""
-    return _rnn_forward if isinstance(module, nn.RNNBase) else _relu_forward if type(module) is nn.ReLU else None
+    if isinstance(module, nn.RNNBase):
+        return _rnn_forward
+    return {nn.ReLU: _relu_forward, **dict.fromkeys(CONVOLUTIONS, _conv_forward)}.get(type(module))
 
 
 def _check(model: nn.Module, chosen: dict[str, nn.Module]) -> None:

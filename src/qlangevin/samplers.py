@@ -70,6 +70,7 @@ class SGLD(Optimizer):
         defaults = {name: given[name] for name in names}
         Settings.of(defaults)
         self.step_in_backward = step_in_backward
+        self._places: dict[int, tuple[int, int]] = {}
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -162,30 +163,37 @@ class SGLD(Optimizer):
     @torch.no_grad()
     def step_one(self, p: Tensor) -> None:
         """Step one parameter whose gradient is ready, and free the gradient."""
-        group, i = next((g, i) for g in self.param_groups for i, other in enumerate(g["params"]) if other is p)
+        group, i = self._place(p)
         settings = Settings.of(group)
         check_parameter(p, settings)
         self._check_gradients([(group, i)])
         self._step_group(settings, [p])
         p.grad = None
 
+    def _place(self, p: Tensor) -> tuple[dict[str, Any], int]:
+        """The group of a parameter and its number there. Looked up where it was the last time: groups come and go."""
+        g, i = self._places.get(id(p), (0, 0))
+        if not (g < len(self.param_groups) and i < len(self.param_groups[g]["params"])) or (
+            self.param_groups[g]["params"][i] is not p
+        ):
+            everywhere = [(g, i, p) for g, group in enumerate(self.param_groups) for i, p in enumerate(group["params"])]
+            self._places = {id(p): (g, i) for g, i, p in everywhere}
+            g, i = self._places[id(p)]
+        return self.param_groups[g], i
+
     def _check_gradients(self, places: list[tuple[dict[str, Any], int]]) -> None:
         """Refuse gradients the step cannot use before anything is changed by it."""
-        plain, names = [], []
-        for group, i in places:
-            g = group["params"][i].grad
-            if g is None:
-                continue
+        with_gradient = [(group, i) for group, i in places if group["params"][i].grad is not None]
+        gradients = [cast(Tensor, group["params"][i].grad) for group, i in with_gradient]
+        for g, (group, i) in zip(gradients, with_gradient, strict=True):
             if g.layout != torch.strided or g.is_complex():
                 kind = "complex" if g.is_complex() else "sparse"
                 raise TypeError(f"{self._name(group, i)} has a {kind} gradient; SGLD needs dense real ones")
-            plain.append(g)
-            names.append(self._name(group, i))
-        bad = first_not_finite(plain)
+        bad = first_not_finite(gradients)
         if bad >= 0:
             stepped = "it was not" if self.step_in_backward else "no parameter was"
             raise FloatingPointError(
-                f"the gradient of {names[bad]} holds an infinity or a NaN; {stepped} changed by this step"
+                f"the gradient of {self._name(*with_gradient[bad])} holds an infinity or a NaN; {stepped} changed by this step"
             )
 
     def saturated(self) -> int:

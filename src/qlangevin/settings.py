@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from . import ops
-from .formats import FLOAT32_MAX, FP8_E4M3, FP32, check_holds, parse
+from .formats import FLOAT32_MAX, FP8_E4M3, FP32, check_holds
 from .ops import Algorithm, Rounding
 from .qtensor import QTensor
 from .random import Key
@@ -88,7 +88,7 @@ def _names() -> tuple[str, ...]:
 @lru_cache(maxsize=64)  # a sampler that steps in backward asks for each parameter
 def _settings(*values: Any) -> Settings:
     given = dict(zip(_names(), values, strict=True))
-    return Settings(**given | {name: None if given[name] is None else str(parse(given[name])) for name in FORMATS})
+    return Settings(**given | {name: None if given[name] is None else str(ops.parse(given[name])) for name in FORMATS})
 
 
 def check_parameter(p: Tensor, settings: Settings) -> None:
@@ -102,6 +102,6 @@ def check_parameter(p: Tensor, settings: Settings) -> None:
 
 @lru_cache(maxsize=1024)
 def _check_dtype(dtype: torch.dtype, weights: str | None, accumulator: str | None) -> None:
-    check_holds(dtype, parse(weights) if weights else FP32 if dtype == torch.float32 else FP8_E4M3)
+    check_holds(dtype, ops.parse(weights) if weights else FP32 if dtype == torch.float32 else FP8_E4M3)
     if accumulator:
-        check_holds(ops.working_dtype(dtype), parse(accumulator))
+        check_holds(ops.working_dtype(dtype), ops.parse(accumulator))

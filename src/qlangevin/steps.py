@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from . import native, ops, random
-from .formats import BF16, FP16, FP32, parse
+from .formats import BF16, FP16, FP32
 from .ops import Algorithm, Rounding
 from .qtensor import QTensor
 from .random import Key
@@ -156,5 +156,5 @@ def _step_one(theta: Tensor, accumulator: Tensor | None, gradient: Tensor, s: Up
 
 
 def _run_native(jobs: list[native.Job], s: Update, weights: str | None) -> None:
-    to, gradients, accumulator = (parse(f) if f else None for f in (weights, s.gradients, s.accumulator))
+    to, gradients, accumulator = (ops.parse(f) if f else None for f in (weights, s.gradients, s.accumulator))
     native.sgld(jobs, to, gradients, accumulator, s.rounding, s.lr, s.weight_decay, s.variance, s.maximize)

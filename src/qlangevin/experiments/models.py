@@ -100,6 +100,10 @@ class LSTMClassifier(nn.Module):
         self.embed = nn.Embedding(words, embedding, padding_idx=0)
         self.lstm = nn.LSTM(embedding, hidden, num_layers=2, batch_first=True)
         self.classify = nn.Linear(hidden, classes)
+        for i in range(
+            self.lstm.num_layers
+        ):  # remember, to begin with: or errors die out on the way back through a text
+            nn.init.ones_(self.lstm.get_parameter(f"bias_hh_l{i}").data[hidden : 2 * hidden])
 
     def forward(self, text: Tensor) -> Tensor:
         y, _ = self.lstm(self.embed(text))
