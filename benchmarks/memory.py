@@ -29,7 +29,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import qlangevin as ql
 from qlangevin.experiments.models import ResNet18
-from qlangevin.saving import Codes, SavedAsCodes
+from qlangevin.saving import AsItIs, Codes, SavedAsCodes
 
 from .timing import Goal, Row
 from .training import Batch, images, lower_and_pack, sampler
@@ -132,10 +132,10 @@ class Saved:
         self.codes: dict[StorageWeakRef, int] = {}
         self.floats: dict[StorageWeakRef, int] = {}
 
-    def note(self, kept: Tensor | Codes) -> None:
-        parts = [kept.codes, kept.exponents] if isinstance(kept, Codes) else [kept]
+    def note(self, kept: Codes | AsItIs) -> None:
+        parts = [kept.codes, kept.exponents] if isinstance(kept, Codes) else [kept.tensor]
         for part in parts:
-            if part is None or isinstance(part, ql.QTensor):  # a packed weight, which is there anyway
+            if isinstance(part, ql.QTensor):  # a packed weight, which is there anyway
                 continue
             storage = part.untyped_storage()
             kind = self.floats if part.dtype.is_floating_point else self.codes
@@ -145,7 +145,7 @@ class Saved:
         """While this is entered, whatever a lowered model saves is noted."""
         original = SavedAsCodes.pack
 
-        def pack(context: SavedAsCodes, t: Tensor) -> Tensor | Codes:
+        def pack(context: SavedAsCodes, t: Tensor) -> Codes | AsItIs:
             kept = original(context, t)
             self.note(kept)
             return kept

@@ -46,17 +46,16 @@ def decoded(found: tuple[Tensor, Tensor | None] | None, format: str | Format) ->
     return values
 
 
-@pytest.mark.parametrize("name", SMALL)
-def test_numbers_on_the_grid_get_codes_that_decode_to_the_same_bits(name: str, every_level: str) -> None:
-    for seed, shape in enumerate(SHAPES):
-        for magnitude in (1.0, 1e-38, 1e30) if len(shape) > 1 else (1.0,):
-            x = on_grid(shape, name, seed, magnitude)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_numbers_on_the_grid_get_codes_that_decode_to_the_same_bits(shape: tuple[int, ...], every_level: str) -> None:
+    for name in SMALL:
+        for magnitude in (1.0, 1e-38, 1e30):
+            x = on_grid(shape, name, 1, magnitude)
             found = exactly(x, name)
-            assert torch.equal(bits(decoded(found, name)), bits(x))
+            assert torch.equal(bits(decoded(found, name)), bits(x)), (name, magnitude)
             assert found is not None
             assert found[0].shape == x.shape
-            if parse(name).storage_bits > 4:
-                assert torch.equal(found[0], encode(x, name).codes)
+            assert parse(name).storage_bits == 4 or torch.equal(found[0], encode(x, name).codes)
 
 
 @shared
@@ -78,31 +77,34 @@ def test_one_number_one_ulp_off_is_enough(format: Format, data: st.DataObject, e
     assert exactly(x, format) is None
 
 
-@pytest.mark.parametrize("name", SMALL)
-def test_what_has_no_code_of_its_own(name: str, every_level: str) -> None:
-    format = parse(name)
-    above = torch.nextafter(torch.tensor(format.high), torch.tensor(torch.inf)).item()
-    below = torch.nextafter(torch.tensor(format.low), torch.tensor(-torch.inf)).item()
-    for number in (torch.nan, torch.inf, -torch.inf, above, below, torch.finfo(torch.float32).max):
+@pytest.mark.parametrize("what", ["nan", "inf", "-inf", "above", "below", "far above"])
+def test_what_has_no_code_of_its_own(what: str, every_level: str) -> None:
+    for name in SMALL:
+        high, low, infinity = parse(name).high, parse(name).low, torch.tensor(torch.inf)
+        number = {
+            "above": float(torch.nextafter(torch.tensor(high), infinity)),
+            "below": float(torch.nextafter(torch.tensor(low), -infinity)),
+            "far above": torch.finfo(torch.float32).max,
+        }.get(what, torch.nan if what == "nan" else float(infinity) * (-1 if what == "-inf" else 1))
         for place in (0, 57, 7 * 33 - 1):  # in the midst of vectors and in what is left over at the end
             x = on_grid((7, 33), name)
             x.view(-1)[place] = number
-            assert exactly(x, name) is None, (number, place)
+            assert exactly(x, name) is None, (name, place)
 
 
-@pytest.mark.parametrize("name", SMALL)
-def test_the_sign_of_zero_is_not_lost(name: str, every_level: str) -> None:
+def test_the_sign_of_zero_is_not_lost(every_level: str) -> None:
     # Integers have one zero. Floats have room for two; if the negative one has a code, then on both paths.
-    x = on_grid((7, 33), name)
-    x.view(-1)[57] = -0.0
-    found = exactly(x, name)
-    if isinstance(parse(name), Float) and found is not None:
-        assert torch.equal(bits(decoded(found, name)), bits(x))
-    else:
-        assert found is None
+    for name in SMALL:
+        x = on_grid((7, 33), name)
+        x.view(-1)[57] = -0.0
+        found = exactly(x, name)
+        if isinstance(parse(name), Float) and found is not None:
+            assert torch.equal(bits(decoded(found, name)), bits(x))
+        else:
+            assert found is None
 
 
-@pytest.mark.parametrize("name", ["fixed8.3", "bfp8", "bfp8/tensor", "bfp8/32", "bfp4", "fp8_e4m3", "bf16"])
+@pytest.mark.parametrize("name", ["fixed8.3", "bfp8", "bfp8/tensor", "bfp8/32", "bf16"])
 def test_no_part_of_a_large_tensor_is_overlooked(name: str, every_level: str, threads: int) -> None:
     x = on_grid((100, 1001), name)  # more than enough for two threads to share it
     assert torch.equal(bits(decoded(exactly(x, name), name)), bits(x))

@@ -50,7 +50,7 @@ def decode_op(codes: Tensor, exponents: Tensor | None, format: str) -> Tensor:
 def values_of(codes: Tensor, exponents: Tensor | None, format: Format) -> Tensor:
     """The float32 numbers of unpacked codes. Real ones need no operator, which would cost more than a small tensor does."""
     if type(codes) is Tensor and native.enabled_for(codes) and format != FP32:
-        values = torch.empty(codes.shape, dtype=torch.float32)
+        values = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
         native.recode(values, codes.contiguous(), exponents, format, encode=False)
         return values
     result: Tensor = decode_op(codes, exponents, str(format))
@@ -103,7 +103,7 @@ def _codes(values: Tensor, format: Format) -> tuple[Tensor, Tensor]:
     size = values.abs()
     gap = format.gap_exponent(size)  # a place is 2^man (E - emin + 1) + mantissa, and below 2^emin value / Δ
     place = (size / power_of_two(gap, torch.float32)).to(torch.int32) + (gap - format.min_gap_exponent) * 2**format.man
-    sign = torch.where(values < 0, -(1 << (8 * dtype.itemsize - 1)), 0)
+    sign = torch.where(values.signbit(), -(1 << (8 * dtype.itemsize - 1)), 0)
     return (place + sign).to(dtype), none
 
 

@@ -22,7 +22,9 @@ CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTran
 def convolve(module: conv._ConvNd, x: Tensor) -> Tensor | None:
     """What the forward of a convolution computes; None where it has to be left to that."""
     batched = x.dim() == len(module.kernel_size) + 2
-    if not batched or isinstance(module.padding, str) or module.padding_mode != "zeros" or not torch.is_grad_enabled():
+    if not torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
+        return None
+    if not batched or isinstance(module.padding, str) or module.padding_mode != "zeros":
         return None
     how = (
         module.stride, module.padding, module.dilation, module.transposed, module.output_padding, module.groups

@@ -16,13 +16,14 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import _disable_current_modes
 
 from . import native, ops, random
 from .formats import BlockFloat, Format
 from .random import Key
 from .saving import Codes, Maker, SavedAsCodes, in_order, memory_order
 
-__all__ = ["Step", "marked", "passed", "relu", "simple"]
+__all__ = ["Step", "know_sole_owners", "marked", "passed", "relu", "simple"]
 
 
 class Step(NamedTuple):
@@ -42,13 +43,14 @@ def simple(x: Tensor) -> bool:
 
 
 def mark(x: Tensor, format: str | None) -> None:
-    if format is not None:
+    if format is not None and not x.is_inference():
         x._qlangevin_grid = (format, x._version)  # type: ignore[attr-defined]
 
 
-def marked(x: Tensor, format: str | None, changes: int = 0) -> bool:
-    """Whether x is known to be on a grid, up to so many operations in place since."""
-    return getattr(x, "_qlangevin_grid", None) == (format, x._version - changes)
+def marked(x: Tensor, format: str | None) -> bool:
+    """Whether x is known to be on a grid, and has not been written to since."""
+    known = getattr(x, "_qlangevin_grid", None)
+    return known is not None and known == (format, x._version)
 
 
 # ---- plain tensors on the CPU
@@ -90,10 +92,13 @@ def in_place(x: Tensor, step: Step, saving: SavedAsCodes | None, maker: Maker) -
         saving.makers[StorageWeakRef(x.untyped_storage())] = maker
     if codes is None or order is None or saving is None:
         rounded(x, step.activations, step, random.ACTIVATION, in_place=True)
+        torch.autograd.graph.increment_version(x)
         return
     flat, parts = in_order(x, order), (codes.codes, codes.exponents)
-    native.run(flat, format, step.rounding, step.key, random.ACTIVATION, out=flat, codes=parts)
-    saving.known[saving.place(x)] = codes
+    coded = native.run_coded(flat, format, step.rounding, step.key, random.ACTIVATION, parts)
+    torch.autograd.graph.increment_version(x)
+    if coded:
+        saving.known[saving.place(x)] = codes
 
 
 def rounded(
@@ -102,8 +107,8 @@ def rounded(
     """x on a grid, in the order of its memory; zero where ``positive``, 8-bit codes in the same order, is not."""
     order = block_order(x, ops.parse(format))
     if order is None:
-        y: Tensor = ops.quantize_op(x, format, step.rounding, *ops.key_bits(step.key), purpose)
-        return x.copy_(y) if in_place else y
+        y = ops.quantize_op(x, format, step.rounding, *ops.key_bits(step.key), purpose)
+        return (x if in_place else torch.empty_like(x)).copy_(y)
     out = x if in_place else torch.empty_like(x)
     flat, target = in_order(x, order), in_order(out, order)
     if native.enabled_for(x) and x.dtype == torch.float32:
@@ -161,20 +166,17 @@ class ReLU(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, step: Step, inplace: bool, saving: SavedAsCodes | None, kept: list[Codes]
     ) -> Tensor:
-        order = block_order(x, saving.format) if saving is not None and ctx.needs_input_grad[0] else None
-        codes = saving.room(x, order) if saving is not None and order is not None else None
-        y = x if inplace else torch.empty_like(x)
+        y, ctx.step, ctx.codes = x if inplace else torch.empty_like(x), step, None
         if inplace:
             ctx.mark_dirty(x)
-        ctx.step, ctx.codes = step, None
-        if codes is None or saving is None or order is None:
-            torch.clamp_min(x, 0, out=y)
-            ctx.save_for_backward(y)
-        else:
-            native.rectify(in_order(x, order), in_order(y, order), codes.codes, codes.exponents, saving.format)
+        codes = _rectified(x, y, saving) if saving is not None and ctx.needs_input_grad[0] else None
+        if codes is not None:
             kept.append(codes)
             ctx.codes = codes.about
             ctx.save_for_backward(codes.codes, codes.exponents)
+        else:
+            torch.clamp_min(x, 0, out=y)
+            ctx.save_for_backward(y)
         return y
 
     @staticmethod
@@ -192,6 +194,16 @@ class ReLU(torch.autograd.Function):
         return out, None, None, None, None
 
 
+def _rectified(x: Tensor, y: Tensor, saving: SavedAsCodes) -> Codes | None:
+    """y = relu(x), and its codes; None if it has none."""
+    order = block_order(x, saving.format)
+    codes = saving.room(x, order) if order is not None else None
+    if codes is None or order is None:
+        return None
+    parts = (codes.codes, codes.exponents)
+    return codes if native.rectify(in_order(x, order), in_order(y, order), *parts, saving.format) else None
+
+
 def _apply(function: Any, *arguments: Any) -> Tensor:
     return cast(Tensor, function.apply(*arguments))
 
@@ -201,6 +213,12 @@ def _owners(e: Tensor) -> tuple[int, ...]:
     if e._is_view() or memory_order(e) is None:
         return ()
     return e._use_count(), torch._C._storage_Use_Count(e.untyped_storage()._cdata), sys.getrefcount(e)  # type: ignore[attr-defined]
+
+
+def know_sole_owners() -> None:
+    """Find out while nothing else is going on."""
+    for caller in (ErrorHook, ReLU):
+        _sole_owner(caller)
 
 
 @cache
@@ -227,7 +245,7 @@ def _sole_owner(caller: type) -> tuple[int, ...]:
             if caller is ErrorHook:
                 seen.append(_owners(e))
 
-    with torch.enable_grad():
+    with _disable_current_modes(), torch.enable_grad():
         x = _apply(Probe, torch.ones(2, requires_grad=True))
         x.register_hook(Hook()) if caller is ErrorHook else None
         (x * torch.ones(2)).backward(torch.ones(2))
@@ -263,8 +281,7 @@ def _rounded_at(
 @ops.fake("lower")
 @ops.fake("lower_error")
 def _(x: Tensor, *_: Any) -> Tensor:
-    format = torch.contiguous_format if memory_order(x) is None else torch.preserve_format
-    return torch.empty_like(x, memory_format=format)
+    return torch.empty_like(x)
 
 
 def _remember(ctx: Any, inputs: Any, output: Any) -> None:

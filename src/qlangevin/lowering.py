@@ -12,12 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
-from types import MethodType
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import activation, batchnorm, conv, dropout, pooling
+from torch.nn.modules.module import _global_forward_hooks as global_hooks
 from torch.utils._pytree import tree_map_only
 
 from . import flow, ops
@@ -76,11 +77,11 @@ def lower(
 
     Args:
         model: any module; `unlower` undoes this.
-        activations, errors: the formats, Q_A and Q_E; None for full precision. The blocks of ``"bfp8"`` are examples (the
-            paper's small block), that of ``"bfp8/tensor"`` is all of a tensor.
+        activations, errors: the formats, Q_A and Q_E; None for full precision. The blocks of ``"bfp8"`` are slices along the
+            first dim, that is examples (the paper's small block), that of ``"bfp8/tensor"`` is all of a tensor.
         layers, skip: which layers, by type, name pattern or predicate of name and module.
         rounding: in training, ``"stochastic"`` or ``"nearest"``.
-        seed: of the random bits.
+        seed: of the random bits; parts that are lowered separately want different ones.
         save_codes: keep for backward as codes what is on the grid of the activations, which changes no number.
     """
     ops.choose("rounding", rounding, ("nearest", "stochastic"))
@@ -90,12 +91,13 @@ def lower(
     for i, module in enumerate(chosen.values()):
         layer = Layer(names[0], names[1], rounding, seed, Key(seed).fold(_STREAMS + i).stream)
         module.register_forward_hook(layer)
-        module.extra_repr = MethodType(_extra_repr, module)  # type: ignore[method-assign]
-        if (forward := _forward_for(module)) is not None:
-            module.forward = MethodType(forward, module)
-    if save_codes and names[0] is not None:
+        module.extra_repr = partial(_extra_repr, module)  # type: ignore[method-assign]
+        if (forward := _forward_for(module)) is not None and "forward" not in module.__dict__:
+            module.forward = partial(forward, module)
+    flow.know_sole_owners()
+    if save_codes and names[0] is not None and "_qlangevin_saving" not in model.__dict__:
         model._qlangevin_saving = (parse(names[0]), model.__dict__.get("forward"))  # type: ignore[assignment]
-        model.forward = MethodType(_saving_forward, model)
+        model.forward = partial(_saving_forward, model)
     return model
 
 
@@ -109,7 +111,7 @@ def unlower(model: M) -> M:
             module.__dict__["forward"] = before  # None is deleted below
         for name, ours in (("extra_repr", (_extra_repr,)), ("forward", (_rnn_forward, _relu_forward, _conv_forward))):
             method = module.__dict__.get(name)
-            if name in module.__dict__ and (method is None or getattr(method, "__func__", None) in ours):
+            if name in module.__dict__ and (method is None or _own(method) in ours):
                 del module.__dict__[name]
     return model
 
@@ -147,7 +149,7 @@ class Layer:
         return f"activations={self.activations or 'fp32'}, errors={self.errors or 'fp32'}"
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
-        if isinstance(module, nn.RNNBase) or type(module) is nn.ReLU:  # done in their forward
+        if _own(_forward_of(module)) in (_rnn_forward, _relu_forward):  # which has done it
             return output
         if isinstance(module, nn.MultiheadAttention):  # the second output is not passed on, but looked at
             return (self.one(module, output[0]), *output[1:])
@@ -161,11 +163,23 @@ class Layer:
         if not x.dtype.is_floating_point or (self.activations is None and self.errors is None):
             return x
         if flow.simple(x):
-            return flow.passed(x, self.next(module), type(module) in FRESH and not x._is_view(), on_grid, self)
+            return flow.passed(x, self.next(module), self._is_fresh(module, x), on_grid, self)
         seed, stream, rounding = ops.signed(self.seed), ops.signed(self.stream), self._rounding(module)
         return cast(
             Tensor, flow.lower_op(x, self.activations, self.errors, rounding, seed, stream, self._count(module))
         )
+
+    def _is_fresh(self, module: nn.Module, x: Tensor) -> bool:
+        """Whether nobody but us has seen what a layer gave: no hook before ours, and no forward of somebody else's."""
+        if (
+            type(module) not in FRESH
+            or x._is_view()
+            or global_hooks
+            or next(iter(module._forward_hooks.values())) is not self
+        ):
+            return False
+        forward = _forward_of(module)
+        return forward is None or _own(forward) is _conv_forward
 
     def relu(self, module: nn.ReLU, x: Tensor) -> Tensor:
         """The forward of `nn.ReLU`."""
@@ -196,6 +210,17 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, Layer]]:
 # These find their layer when they are called: a deep copy of a module has its own.
 
 
+def _own(method: Any) -> Any:
+    """Which of the functions below an attribute is; partial, because that can be copied and pickled with its module."""
+    return method.func if isinstance(method, partial) else None
+
+
+def _forward_of(module: nn.Module) -> Any:
+    """The forward that an instance has instead of its class's, below that of a lowered model."""
+    forward = module.__dict__.get("forward")
+    return cast(Any, module)._qlangevin_saving[1] if _own(forward) is _saving_forward else forward
+
+
 def _layer_of(module: nn.Module) -> Layer:
     return next(hook for hook in module._forward_hooks.values() if isinstance(hook, Layer))
 
@@ -207,8 +232,8 @@ def _extra_repr(module: nn.Module) -> str:
 def _saving_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """The forward of a lowered model, its activations kept as codes; compiled code keeps what its compiler wants."""
     format, before = cast(Any, module)._qlangevin_saving
-    saving: Any = nullcontext() if torch.compiler.is_compiling() else SavedAsCodes(format)
-    with saving:
+    possible = not torch.compiler.is_compiling() and torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
+    with SavedAsCodes(format) if possible else nullcontext():
         return type(module).forward(module, *args, **kwargs) if before is None else before(*args, **kwargs)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Sequence
 from typing import TypeVar, cast
 
 import torch
@@ -50,35 +51,40 @@ def pack(
         (f"{where}.{name}".lstrip("."), module, name, p)
         for where, module in choose(model, layers, skip).items()
         for name, p in module.named_parameters(recurse=False, remove_duplicate=False)
-        if p.requires_grad and p.dtype.is_floating_point
+        if p.requires_grad
     ]
     for full, module, _, p in chosen:
         _check(full, module, p, parsed)
     _check_owners([(full, p) for full, _, _, p in chosen])
     packed: dict[int, nn.Parameter] = {}
-    for _, module, name, p in chosen:  # tied weights are one parameter before and after
+    for _, _, _, p in chosen:
         if id(p) not in packed:
             key = parameter_key(seed, order[id(p)], 0)
             rounded = quantized(p.detach(), str(parsed), rounding, key, random.WEIGHT)
             packed[id(p)] = nn.Parameter(encode(rounded, parsed))
-        setattr(module, name, packed[id(p)])
-    return model
+    return _replace(model, packed)
 
 
 def unpack(model: M) -> M:
     """Turn `QTensor` parameters back into float ones with the same numbers, in place; returns the model."""
-    chosen = [
-        (f"{where}.{name}".lstrip("."), module, name, p)
-        for where, module in model.named_modules()
+    chosen = [(name, p) for name, p in model.named_parameters() if isinstance(p, QTensor)]
+    _check_owners(chosen)
+    return _replace(
+        model,
+        {id(p): nn.Parameter(cast(QTensor, p.detach()).decode(), requires_grad=p.requires_grad) for _, p in chosen},
+    )
+
+
+def _replace(model: M, new: dict[int, nn.Parameter]) -> M:
+    """Put new parameters in the places of old ones, wherever those are: tied weights are one before and after."""
+    places = [
+        (module, name, p)
+        for module in model.modules()
         for name, p in module.named_parameters(recurse=False, remove_duplicate=False)
-        if isinstance(p, QTensor)
+        if id(p) in new
     ]
-    _check_owners([(full, p) for full, _, _, p in chosen])
-    plain: dict[int, nn.Parameter] = {}
-    for _, module, name, p in chosen:
-        if id(p) not in plain:
-            plain[id(p)] = nn.Parameter(cast(QTensor, p.detach()).decode(), requires_grad=p.requires_grad)
-        setattr(module, name, plain[id(p)])
+    for module, name, p in places:
+        setattr(module, name, new[id(p)])
     return model
 
 
@@ -93,24 +99,25 @@ def _check(name: str, module: nn.Module, p: Tensor, format: Format) -> None:
         raise TypeError(f"{name!r} is a {type(p).__name__}; only plain parameters can be packed")
     try:
         check_holds(p.dtype, format)
-    except ValueError as error:
-        raise ValueError(f"{name!r}: {error}") from None
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{name!r}: {error}") from None
     if not bool(p.isfinite().all()):
         raise ValueError(f"{name!r} holds an infinity or a NaN, for which {format} has no code")
 
 
-def _check_owners(parameters: list[tuple[str, Tensor]]) -> None:
+def _check_owners(parameters: Sequence[tuple[str, Tensor]]) -> None:
     """An optimizer keeps the parameters it was given: after packing it would step tensors nobody uses."""
     ids = {id(p): name for name, p in parameters}
     for attempt in range(2):
         optimizers = [o for o in gc.get_objects() if issubclass(type(o), Optimizer)]
-        owned = next(
-            ((ids[id(p)], o) for o in optimizers for g in o.param_groups for p in g["params"] if id(p) in ids), None
-        )
+        groups = [
+            (o, group) for o in optimizers for group in getattr(o, "param_groups", [])
+        ]  # none if its making failed
+        owned = next(((ids[id(p)], o) for o, group in groups for p in group["params"] if id(p) in ids), None)
         if owned is None:
             return
         if attempt == 0:
-            del optimizers, owned
+            del optimizers, groups, owned
             gc.collect()  # it may be one that nobody has any more
     assert owned is not None
     name, owner = owned

@@ -5,15 +5,16 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from . import ops
 from .codes import encode_op, values_of
-from .formats import BlockFloat, Format, check_holds, parse
+from .formats import BlockFloat, FixedPoint, Float, Format, check_holds, parse
 from .ops import Rounding
 from .random import Key
 
@@ -44,9 +45,10 @@ class QTensor(torch.Tensor):
         view: tuple[Sequence[int], Sequence[int], Any] | None = None,
     ) -> QTensor:  # fmt: skip
         size, strides, offset = view or (shape, _contiguous_strides(shape), 0)
-        self: QTensor = torch.Tensor._make_wrapper_subclass(
-            cls, size, strides=strides, storage_offset=offset, dtype=dtype, device=codes.device
-        )
+        with torch.inference_mode(False):  # so that views of it can be taken inside and outside of that mode
+            self: QTensor = torch.Tensor._make_wrapper_subclass(
+                cls, size, strides=strides, storage_offset=offset, dtype=dtype, device=codes.device
+            )
         self.codes, self.exponents, self.format, self.whole = codes, exponents, format, torch.Size(shape)
         self.is_view = view is not None and (
             self.shape != self.whole or self.stride() != _contiguous_strides(self.whole)
@@ -68,6 +70,31 @@ class QTensor(torch.Tensor):
     def nbytes(self) -> int:  # type: ignore[override]
         """Bytes of codes and exponents: all the memory the numbers take."""
         return self.codes.nbytes + (self.exponents.nbytes if self.exponents is not None else 0)
+
+    @property
+    def data(self) -> Tensor:
+        return self.detach()
+
+    @data.setter
+    def data(self, new: Tensor) -> None:
+        if new.shape != self.shape:
+            raise ValueError(f"data must keep the shape {tuple(self.shape)} of a QTensor, got {tuple(new.shape)}")
+        with torch.no_grad():
+            self.copy_(new)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> QTensor:
+        if id(self) not in memo:
+            codes, exponents = copy.deepcopy(self.codes, memo), copy.deepcopy(self.exponents, memo)
+            other = _like(self, codes, exponents)
+            memo[id(self)] = nn.Parameter(other, self.requires_grad) if isinstance(self, nn.Parameter) else other
+            memo[id(self)].requires_grad_(self.requires_grad)
+            memo[id(self)].grad = copy.deepcopy(self.grad, memo)
+        return cast(QTensor, memo[id(self)])
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        view = (tuple(self.shape), self.stride(), self.storage_offset()) if self.is_view else None
+        about = (self.codes, self.exponents, self.format, tuple(self.whole), self.dtype, view)
+        return _rebuild, (*about, self.requires_grad, isinstance(self, nn.Parameter))
 
     def unpacked(self) -> Tensor:
         """The codes, one an element, in the shape of `whole`."""
@@ -122,6 +149,13 @@ def encode(x: Tensor, format: str | Format, rounding: Rounding = "nearest", key:
     return QTensor(codes, exponents if isinstance(parsed, BlockFloat) else None, parsed, x.shape, x.dtype)
 
 
+def _rebuild(*parts: Any) -> Tensor:
+    """What `QTensor.__reduce_ex__` took apart."""
+    codes, exponents, format, whole, dtype, view, requires_grad, is_parameter = parts
+    q = QTensor(codes, exponents, format, torch.Size(whole), dtype, view)
+    return nn.Parameter(q, requires_grad) if is_parameter else q.requires_grad_(requires_grad)
+
+
 class _Decode(torch.autograd.Function):
     """Decoding, straight through for autograd."""
 
@@ -171,7 +205,12 @@ def _alias(func: Any, q: QTensor) -> QTensor:
     return _like(q, q.codes, q.exponents)
 
 
-def _clone(func: Any, q: QTensor, memory_format: Any = None) -> QTensor:
+def _clone(func: Any, q: QTensor, *, memory_format: Any = torch.preserve_format) -> Tensor:
+    strides = q.stride()
+    order = sorted(range(q.dim()), key=lambda d: -strides[d])
+    permuted = tuple(strides[d] for d in order) == _contiguous_strides([q.shape[d] for d in order])
+    if q.is_view and not (memory_format == torch.preserve_format and permuted and q.numel() == q.whole.numel()):
+        return _plain(q).clone(memory_format=memory_format)  # parts of it may be the same numbers
     return _like(q, q.codes.clone(), None if q.exponents is None else q.exponents.clone())
 
 
@@ -197,11 +236,10 @@ def _embedding(func: Any, q: QTensor, indices: Tensor, *_: Any) -> Any:
     """Only the rows asked for are decoded."""
     if q.is_view:
         return NotImplemented
-    at = indices.reshape(-1)
-    exponents = q.exponents
-    if exponents is not None and exponents.numel() >= q.whole[0]:  # each row has its own; else there is one for all
-        exponents = exponents.view(q.whole[0], -1)[at].reshape(-1)
-    values = values_of(q.unpacked()[at], exponents, q.format).to(q.dtype)
+    at, exponents = indices.reshape(-1), q.exponents
+    if isinstance(q.format, BlockFloat) and q.format.block != "tensor" and exponents is not None:
+        exponents = exponents.view(q.whole[0], -1).index_select(0, at).reshape(-1)
+    values = values_of(q.unpacked().index_select(0, at), exponents, q.format).to(q.dtype)
     return values.view(*indices.shape, q.whole[1])
 
 
@@ -231,23 +269,29 @@ def _view(func: Any, q: QTensor, *args: Any, **kwargs: Any) -> Any:
 
 def _write(func: Any, args: Any, kwargs: Any) -> Any:
     """Operations in place: done on the decoded numbers, which are then rounded to nearest."""
-    written: list[tuple[QTensor, Tensor]] = []
-    names = [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-    where = {a.name: i for i, a in enumerate(func._schema.arguments)}
-    targets = {id(t) for n in names for t in _tensors(kwargs[n] if n in kwargs else args[where[n]])}
+    if torch.Tag.inplace_view in func.tags or func is aten.resize_.default:
+        raise NotImplementedError(
+            f"{func} changes the shape of a tensor in place, which a QTensor cannot do; decode() it"
+        )
+    arguments = func._schema.arguments
+    given = {a.name: kwargs.get(a.name, args[i] if i < len(args) else None) for i, a in enumerate(arguments)}
+    names = [a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write]
+    written = {id(t.codes): t for name in names for t in _tensors(given[name]) if isinstance(t, QTensor)}
+    values = {key: q.decode_whole() for key, q in written.items()}  # one for all views of the same codes
 
     def open_up(q: QTensor) -> Tensor:
-        if id(q) not in targets:
+        if id(q.codes) not in values:
             return _plain(q)
-        values = q.decode_whole()
-        written.append((q, values))
-        return values.as_strided(q.shape, q.stride(), q.storage_offset())
+        return values[id(q.codes)].as_strided(q.shape, q.stride(), q.storage_offset())
 
     result = func(*_decoded(args, open_up), **{name: _decoded([a], open_up)[0] for name, a in kwargs.items()})
-    for q, values in written:
-        q.overwrite(values)
+    for key, q in written.items():
+        q.overwrite(values[key])
     return args[0] if isinstance(result, Tensor) and isinstance(args[0], QTensor) else result
 
 
 def _tensors(argument: Any) -> list[Any]:
     return list(argument) if isinstance(argument, (list, tuple)) else [argument]
+
+
+torch.serialization.add_safe_globals([_rebuild, BlockFloat, FixedPoint, Float])  # torch.load may take these for data

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import fields
+from types import MappingProxyType
 from typing import Any, cast, overload
 
 import torch
@@ -48,6 +49,9 @@ class SGLD(Optimizer):
             over several backward passes or rejected as a whole.
     """
 
+    step_in_backward: bool = False
+    _places: Mapping[int, tuple[int, int]] = MappingProxyType({})
+
     def __init__(
         self,
         params: ParamsT,
@@ -70,7 +74,6 @@ class SGLD(Optimizer):
         defaults = {name: given[name] for name in names}
         Settings.of(defaults)
         self.step_in_backward = step_in_backward
-        self._places: dict[int, tuple[int, int]] = {}
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -85,8 +88,21 @@ class SGLD(Optimizer):
             raise
         for p in group["params"]:
             self._begin(p, settings)
-            if self.step_in_backward and p.requires_grad:
-                p.register_post_accumulate_grad_hook(InBackward(self))
+            self._hook(p)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "step_in_backward": self.step_in_backward}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:
+            for p in group["params"]:
+                self._hook(p)
+
+    def _hook(self, p: Tensor) -> None:
+        """Have a parameter stepped in backward, if that is wanted and not so already."""
+        if self.step_in_backward and p.requires_grad and not any(hook.sampler() is self for hook in _hooks(p)):
+            p.register_post_accumulate_grad_hook(InBackward(self))
 
     def _check(self, group: dict[str, Any], settings: Settings) -> None:
         """Refuse formats the parameters cannot hold; keep formats by name, so that a saved group is numbers and words."""
@@ -138,6 +154,10 @@ class SGLD(Optimizer):
         for settings, params in plans:
             if params:
                 self._step_group(settings, params)
+            for p in params if self.step_in_backward else []:  # the model was moved, and its hooks are lost
+                p._post_accumulate_grad_hooks = None
+                self._hook(p)
+                p.grad = None
         return loss
 
     def _step_group(self, settings: Settings, params: list[Tensor]) -> None:

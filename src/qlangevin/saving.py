@@ -52,6 +52,21 @@ class Codes(NamedTuple):
         return values.permute(sorted(range(len(self.order)), key=self.order.__getitem__)) if self.order else values
 
 
+class AsItIs(NamedTuple):
+    """A saved tensor that is not on the grid. PyTorch does not look whether hooks give back what was saved: this does."""
+
+    tensor: Tensor
+    version: int | None
+
+    def decode(self) -> Tensor:
+        if self.version is not None and self.tensor._version != self.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor of "
+                f"shape {tuple(self.tensor.shape)} is at version {self.tensor._version}, expected version {self.version}"
+            )
+        return self.tensor
+
+
 class Maker(Protocol):
     """Whoever makes tensors learns here that they are saved: next time it can make the codes with them."""
 
@@ -91,14 +106,19 @@ class SavedAsCodes(torch.autograd.graph.saved_tensors_hooks):
         self.makers.clear()
         super().__exit__(*error)
 
-    def pack(self, t: Tensor) -> Tensor | Codes:
+    def pack(self, t: Tensor) -> Codes | AsItIs:
+        """What is kept for a tensor."""
+        codes = self.codes_of(t)
+        return AsItIs(t, None if t.is_inference() else t._version) if codes is None else codes
+
+    def codes_of(self, t: Tensor) -> Codes | None:
         if type(t) is not Tensor or t.dtype != torch.float32 or t.numel() < SMALL or (t.is_leaf and t.requires_grad):
-            return t
+            return None
         place = self.place(t)
         if place not in self.known:
             codes = self._encode(t)
             if codes is None:
-                return t
+                return None
             self.known[place] = codes
             if (maker := self.makers.get(place[0])) is not None:
                 maker.saved = True
@@ -123,5 +143,5 @@ class SavedAsCodes(torch.autograd.graph.saved_tensors_hooks):
         return None if found is None else Codes(*found, self.format, order)
 
     @staticmethod
-    def unpack(saved: Tensor | Codes) -> Tensor:
-        return saved.decode() if isinstance(saved, Codes) else saved
+    def unpack(saved: Codes | AsItIs) -> Tensor:
+        return saved.decode()

@@ -94,6 +94,8 @@ def _settings(*values: Any) -> Settings:
 def check_parameter(p: Tensor, settings: Settings) -> None:
     """Refuse formats a parameter, or its accumulator, cannot hold; and another format than the one it is packed in."""
     _check_dtype(p.dtype, settings.weights, settings.accumulator)
+    if isinstance(p, QTensor) and p.is_view:
+        raise ValueError("it is a view of a packed tensor; only all of it can be stepped")
     if isinstance(p, QTensor) and settings.weights not in (None, str(p.format)):
         raise ValueError(
             f"it is packed as {p.format}, but weights={settings.weights!r}; leave weights out, or unpack it"

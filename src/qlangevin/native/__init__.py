@@ -104,24 +104,31 @@ def _corrected_values(mu: Tensor, v: Tensor, format: Format, algorithm: str, key
 
 def run(
     x: Tensor, format: Format, rounding_: str, key: Key, purpose: int, variance: Tensor | None = None,
-    out: Tensor | None = None, positive: Tensor | None = None, codes: tuple[Tensor, Tensor] | None = None,
+    out: Tensor | None = None, positive: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """One call of the quantize kernel on a contiguous float32 tensor; ``out`` may be x itself.
 
-    Where ``positive``, int8 codes, is zero or less, the result is zero. ``codes`` and exponents of the result are filled in.
+    Where ``positive``, int8 codes, is zero or less, the result is zero.
     """
     out = torch.empty_like(x) if out is None else out
     _require(torch.float32, x.shape, x, out, *([variance] if variance is not None and variance.dim() else []))
     _require(torch.int8, x.shape, positive)
-    coded, exponents = codes if codes is not None else (None, None)
     scalar = float(variance) if variance is not None and variance.dim() == 0 else 0.0
     each = variance.data_ptr() if variance is not None and variance.dim() else 0
     kernels.quantize(
         x.data_ptr(), out.data_ptr(), x.numel(), grid(format, x.shape), _ROUNDINGS[rounding_],
-        key.seed, key.stream, key.step, purpose, scalar, each, _address(positive), _address(coded), _address(exponents),
-        0 if coded is None else coded.itemsize, torch.get_num_threads(),
+        key.seed, key.stream, key.step, purpose, scalar, each, _address(positive), 0, 0, 0, torch.get_num_threads(),
     )  # fmt: skip
     return out
+
+
+def run_coded(x: Tensor, format: Format, rounding_: str, key: Key, purpose: int, codes: tuple[Tensor, Tensor]) -> bool:
+    """The same in place, with codes and exponents of the result; False if it holds a NaN, which has no code."""
+    _require(torch.float32, codes[0].shape, x)
+    where = (x.data_ptr(), x.data_ptr(), x.numel(), grid(format, x.shape), _ROUNDINGS[rounding_])
+    bits = (key.seed, key.stream, key.step, purpose)
+    parts = (codes[0].data_ptr(), codes[1].data_ptr(), codes[0].itemsize)
+    return bool(kernels.quantize(*where, *bits, 0.0, 0, 0, *parts, torch.get_num_threads()))
 
 
 def draw(key: Key, count: int, purpose: int, normal: bool) -> Tensor:
@@ -143,11 +150,12 @@ def recode(values: Tensor, codes: Tensor, exponents: Tensor | None, format: Form
     kernels.recode(*where, codes.itemsize, codes.numel(), grid(format, codes.shape), encode, threads)
 
 
-def rectify(x: Tensor, out: Tensor, codes: Tensor, exponents: Tensor, format: Format) -> None:
-    """out = relu(x), for x on the grid, and its codes; ``out`` may be x itself."""
+def rectify(x: Tensor, out: Tensor, codes: Tensor, exponents: Tensor, format: Format) -> bool:
+    """out = relu(x), for x on the grid, and its codes; False if it holds a NaN. ``out`` may be x itself."""
     _require(torch.float32, codes.shape, x, out)
     where = (x.data_ptr(), out.data_ptr(), codes.data_ptr(), exponents.data_ptr())
-    kernels.rectify(*where, codes.itemsize, codes.numel(), grid(format, codes.shape), torch.get_num_threads())
+    threads = torch.get_num_threads()
+    return bool(kernels.rectify(*where, codes.itemsize, codes.numel(), grid(format, codes.shape), threads))
 
 
 def encode_exactly(values: Tensor, codes: Tensor, exponents: Tensor, format: Format) -> bool:

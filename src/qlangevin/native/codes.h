@@ -121,8 +121,13 @@ bool encode_within(const Recode &r, int64_t begin, int64_t end, float limit) {
 
 void encode_range(const Recode &r, int64_t begin, int64_t end) { encode_within(r, begin, end, __builtin_inff()); }
 
+// The same for numbers of which some may have no code: false then.
+bool encode_inside(const Recode &r, int64_t begin, int64_t end) {
+    return encode_within(r, begin, end, r.grid.high > -r.grid.low ? r.grid.high : -r.grid.low);
+}
+
 bool encode_exactly_range(const Recode &r, int64_t begin, int64_t end) {
-    if (!encode_within(r, begin, end, r.grid.high > -r.grid.low ? r.grid.high : -r.grid.low)) return false;
+    if (!encode_inside(r, begin, end)) return false;
     if (r.codes.bytes == 1) return same_as<int8_t>(r, begin, end);
     return r.codes.bytes == 2 ? same_as<int16_t>(r, begin, end) : same_as<int32_t>(r, begin, end);
 }

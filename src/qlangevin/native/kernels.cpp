@@ -51,7 +51,7 @@ void corrected(const float *mu, V v, float *out, int64_t at, int64_t n, const Gr
 
 // ---- what is offered
 
-void quantize_range(const Quantize &q, int64_t begin, int64_t end) {
+bool quantize_range(const Quantize &q, int64_t begin, int64_t end) {
     const float *x = q.x + begin;
     float *out = q.out + begin;
     const int64_t n = end - begin;
@@ -59,11 +59,11 @@ void quantize_range(const Quantize &q, int64_t begin, int64_t end) {
     else if (q.rounding == kStochastic) stochastic(x, out, begin, n, q.grid, q.source, q.purpose);
     else if (q.variances) corrected(x, Each{q.variances + begin}, out, begin, n, q.grid, q.source);
     else corrected(x, Same{q.variance}, out, begin, n, q.grid, q.source);
-    if (q.codes.codes) encode_range({q.out, q.codes, q.grid}, begin, end);  // while it is in the cache
-    if (!q.positive) return;
-    lanes(n, [=, positive = q.positive + begin](int64_t i, auto part) {
-        part.store(out + i, part.load(positive + i) > 0 ? part.load(out + i) : F{});
-    });
+    if (q.positive)
+        lanes(n, [=, positive = q.positive + begin](int64_t i, auto part) {
+            part.store(out + i, part.load(positive + i) > 0 ? part.load(out + i) : F{});
+        });
+    return !q.codes.codes || encode_inside({q.out, q.codes, q.grid}, begin, end);  // while it is in the cache
 }
 
 // The update of one range in place, on the grid of the weights or of their accumulator.
@@ -101,12 +101,12 @@ void step_range(const Step &s, int64_t begin, int64_t end, float *scratch) {
     if (!s.theta) encode_range(recode, begin, end);
 }
 
-void rectify_range(const float *x, const Recode &r, int64_t begin, int64_t end) {
+bool rectify_range(const float *x, const Recode &r, int64_t begin, int64_t end) {
     lanes(end - begin, [=, x = x + begin, y = r.values + begin](int64_t i, auto part) {
         const F from = part.load(x + i);
         part.store(y + i, from < 0.0f ? F{} : from);  // a NaN stays one
     });
-    encode_range(r, begin, end);
+    return encode_inside(r, begin, end);
 }
 
 void random_range(const Source &source, uint32_t purpose, bool normal, float *out, int64_t begin, int64_t end) {

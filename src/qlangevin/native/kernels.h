@@ -65,11 +65,11 @@ struct Recode {
 // Each works on the elements begin .. end of a tensor, whole lines of its grids; scratch holds twice as many floats.
 struct Kernels {
     const char *name;
-    void (*quantize)(const Quantize &, int64_t begin, int64_t end);
+    bool (*quantize)(const Quantize &, int64_t begin, int64_t end);  // false if something in the result has no code
     void (*step)(const Step &, int64_t begin, int64_t end, float *scratch);
     void (*encode)(const Recode &, int64_t begin, int64_t end);
     void (*decode)(const Recode &, int64_t begin, int64_t end);
-    void (*rectify)(const float *x, const Recode &, int64_t begin, int64_t end);  // values = relu(x), and their codes
+    bool (*rectify)(const float *x, const Recode &, int64_t begin, int64_t end);  // values = relu(x); likewise
     bool (*encode_exactly)(const Recode &, int64_t begin, int64_t end);  // of any numbers: whether the codes stand for them
     void (*random)(const Source &, uint32_t purpose, bool normal, float *out, int64_t begin, int64_t end);
     bool (*finite)(const float *, int64_t begin, int64_t end);

@@ -126,6 +126,18 @@ class Plan {
         if (failure) std::rethrow_exception(failure);
     }
 
+    // Whether test(range) is true for all of them.
+    template <class Test>
+    bool all(int threads, const Test &test) const {
+        std::atomic<bool> good{true};
+        run(threads, [&] {
+            return [&](const Range &r) {
+                if (!test(r)) good = false;
+            };
+        });
+        return good;
+    }
+
   private:
     std::vector<Range> ranges_;
     int64_t total_ = 0;
@@ -160,7 +172,7 @@ Source source(uint64_t seed, uint64_t stream, uint64_t step) {
 
 // ---- what Python calls; tensors come as addresses
 
-void quantize(uint64_t x, uint64_t out, int64_t numel, const Grid &grid, int rounding, uint64_t seed, uint64_t stream,
+bool quantize(uint64_t x, uint64_t out, int64_t numel, const Grid &grid, int rounding, uint64_t seed, uint64_t stream,
               uint64_t step, uint32_t purpose, float variance, uint64_t variances, uint64_t positive, uint64_t codes,
               uint64_t exponents, int bytes, int threads) {
     const Quantize job{pointer<const float>(x), pointer<float>(out), grid, source(seed, stream, step), Purpose(purpose),
@@ -168,7 +180,7 @@ void quantize(uint64_t x, uint64_t out, int64_t numel, const Grid &grid, int rou
                        {pointer<void>(codes), pointer<int8_t>(exponents), bytes}};
     Plan plan;
     plan.add(numel, unit({&grid}));
-    plan.run(threads, [&] { return [&](const Range &r) { kernels->quantize(job, r.begin, r.end); }; });
+    return plan.all(threads, [&](const Range &r) { return kernels->quantize(job, r.begin, r.end); });
 }
 
 // A tensor is (theta, codes, exponents, bytes of a code, accumulator, gradient, numel, weights, gradients, accumulators,
@@ -205,24 +217,23 @@ void recode(uint64_t values, uint64_t codes, uint64_t exponents, int bytes, int6
     plan.run(threads, [&] { return [&](const Range &r) { kernel(job, r.begin, r.end); }; });
 }
 
-void rectify(uint64_t x, uint64_t values, uint64_t codes, uint64_t exponents, int bytes, int64_t numel, const Grid &grid, int threads) {
+bool rectify(uint64_t x, uint64_t values, uint64_t codes, uint64_t exponents, int bytes, int64_t numel, const Grid &grid, int threads) {
     const Recode job{pointer<float>(values), {pointer<void>(codes), pointer<int8_t>(exponents), bytes}, grid};
     Plan plan;
     plan.add(numel, unit({&grid}));
-    plan.run(threads, [&] { return [&](const Range &r) { kernels->rectify(pointer<const float>(x), job, r.begin, r.end); }; });
+    return plan.all(threads, [&](const Range &r) { return kernels->rectify(pointer<const float>(x), job, r.begin, r.end); });
 }
 
 bool encode_exactly(uint64_t values, uint64_t codes, uint64_t exponents, int bytes, int64_t numel, const Grid &grid, int threads) {
     const Recode job{pointer<float>(values), {pointer<void>(codes), pointer<int8_t>(exponents), bytes}, grid};
     Plan plan;
     plan.add(numel, unit({&grid}));
-    std::atomic<bool> same{true};
-    plan.run(threads, [&] {
-        return [&](const Range &r) {
-            if (same.load(std::memory_order_relaxed) && !kernels->encode_exactly(job, r.begin, r.end)) same = false;
-        };
+    std::atomic<bool> same{true};  // one that is not is enough
+    return plan.all(threads, [&](const Range &r) {
+        const bool good = same.load(std::memory_order_relaxed) && kernels->encode_exactly(job, r.begin, r.end);
+        if (!good) same = false;
+        return good;
     });
-    return same;
 }
 
 void draw(uint64_t out, int64_t numel, bool normal, uint64_t seed, uint64_t stream, uint64_t step, uint32_t purpose,
