@@ -114,7 +114,7 @@ def _values(codes: Tensor, exponents: Tensor | None, format: Format) -> Tensor:
     if isinstance(format, BlockFloat):
         assert exponents is not None
         gap = power_of_two(exponents.view(-1, 1).to(torch.int32) - format.bits + 2, torch.float32)
-        return format.unblocks(format.blocks(codes).to(torch.float32) * gap, codes.shape)
+        return format.unblocks(format.blocks(codes).to(torch.float32) * gap, codes.shape).contiguous()
     if format == FP32:
         return codes.view(torch.float32).clone()
     place = codes.to(torch.int32) & ((1 << (8 * codes.dtype.itemsize - 1)) - 1)

@@ -101,8 +101,12 @@ class SGLD(Optimizer):
 
     def _hook(self, p: Tensor) -> None:
         """Have a parameter stepped in backward, if that is wanted and not so already."""
-        if self.step_in_backward and p.requires_grad and not any(hook.sampler() is self for hook in _hooks(p)):
-            p.register_post_accumulate_grad_hook(InBackward(self))
+        ours = [hook for hook in _hooks(p) if hook.sampler() is self]
+        if not self.step_in_backward or not p.requires_grad or any(hook.tensor == p._cdata for hook in ours):
+            return
+        if ours:  # the model was moved: its parameters are other tensors inside, which have no hooks
+            p._post_accumulate_grad_hooks = None
+        p.register_post_accumulate_grad_hook(InBackward(self, p._cdata))
 
     def _check(self, group: dict[str, Any], settings: Settings) -> None:
         """Refuse formats the parameters cannot hold; keep formats by name, so that a saved group is numbers and words."""
@@ -154,8 +158,7 @@ class SGLD(Optimizer):
         for settings, params in plans:
             if params:
                 self._step_group(settings, params)
-            for p in params if self.step_in_backward else []:  # the model was moved, and its hooks are lost
-                p._post_accumulate_grad_hooks = None
+            for p in params if self.step_in_backward else []:  # those whose hooks are lost
                 self._hook(p)
                 p.grad = None
         return loss
@@ -273,8 +276,8 @@ def _values(p: Tensor) -> Tensor:
 class InBackward:
     """A hook that steps a parameter as its gradient arrives; it does not keep the sampler alive."""
 
-    def __init__(self, sampler: SGLD) -> None:
-        self.sampler = weakref.ref(sampler)
+    def __init__(self, sampler: SGLD, tensor: int) -> None:
+        self.sampler, self.tensor = weakref.ref(sampler), tensor
 
     def __call__(self, p: Tensor) -> None:
         sampler = self.sampler()
