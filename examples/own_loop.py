@@ -49,7 +49,9 @@ def main(epochs: int = 40) -> tuple[float, float]:
             total, samples = total + last, samples + 1
 
     one, average = (nll(p, labels) for p in (last, total / samples))
-    print(f"bytes: {sum(p.nbytes for p in model.parameters())} for {sum(p.numel() for p in model.parameters())} weights")
+    print(
+        f"bytes: {sum(p.nbytes for p in model.parameters())} for {sum(p.numel() for p in model.parameters())} weights"
+    )
     print(f"test negative log-likelihood: {one:.3f} of the last sample, {average:.3f} of the average of {samples}")
     return one, average
 

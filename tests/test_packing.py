@@ -833,3 +833,14 @@ def test_an_optimizer_that_was_never_finished_is_no_owner(kind: Any) -> None:
     finally:
         kept.__traceback__ = None
     assert isinstance(model[0].weight, QTensor)
+
+
+def test_hooks_of_samplers_that_are_gone_do_not_pile_up() -> None:
+    model, x = packed()
+    for _ in range(5):
+        sampler = sampler_of(model, step_in_backward=True)
+        del sampler
+    sampler = sampler_of(model, step_in_backward=True)
+    assert all(len(p._post_accumulate_grad_hooks) == 1 for p in model.parameters())
+    backward(model, x)
+    assert sampler.state[model[0].bias]["step"] == 1

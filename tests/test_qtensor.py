@@ -785,3 +785,14 @@ def test_compiled_functions_give_the_same_numbers() -> None:
         results.append((y.detach(), w.grad, b.grad))
         w.grad = b.grad = None
     assert all(torch.equal(p, q) for p, q in zip(*results, strict=True))
+
+
+def test_other_kinds_of_numbers_and_of_memory() -> None:
+    q = coded("bfp8", 4, 6)
+    assert torch.equal(q.to(torch.int64), q.decode().to(torch.int64))
+    assert torch.equal(q.bool(), q.decode().bool())
+    assert torch.equal(q.to(torch.complex64), q.decode().to(torch.complex64))
+    with pytest.raises(NotImplementedError, match="no memory of its own to share"):
+        q.share_memory_()
+    with pytest.raises(NotImplementedError, match="decode"):
+        torch.utils.dlpack.from_dlpack(q)

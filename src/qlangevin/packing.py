@@ -34,8 +34,8 @@ def pack(
     """Turn parameters into `QTensor` parameters, in place; returns the model.
 
     Every layer works as before: it decodes its weights when it computes, in forward and again in backward, and lets go of
-    them. `SGLD` steps on the codes. Frozen parameters stay as they are. Rounded with the bits the sampler of the same seed
-    would have used, so that a packed chain equals the unpacked one.
+    them. `SGLD` steps on the codes. Frozen parameters stay as they are. Rounded with the bits that a sampler of the same seed,
+    made for all of ``model.parameters()``, would have used: without an accumulator, a packed chain is the unpacked one.
 
     Args:
         model: any module. Pack before the optimizer is made: it must hold the new parameters.
@@ -108,7 +108,7 @@ def _check(name: str, module: nn.Module, p: Tensor, format: Format) -> None:
 def _check_owners(parameters: Sequence[tuple[str, Tensor]]) -> None:
     """An optimizer keeps the parameters it was given: after packing it would step tensors nobody uses."""
     ids = {id(p): name for name, p in parameters}
-    for attempt in range(2):
+    for attempt in range(2 if ids else 0):
         optimizers = [o for o in gc.get_objects() if issubclass(type(o), Optimizer)]
         groups = [
             (o, group) for o in optimizers for group in getattr(o, "param_groups", [])
@@ -116,12 +116,10 @@ def _check_owners(parameters: Sequence[tuple[str, Tensor]]) -> None:
         owned = next(((ids[id(p)], o) for o, group in groups for p in group["params"] if id(p) in ids), None)
         if owned is None:
             return
-        if attempt == 0:
-            del optimizers, groups, owned
-            gc.collect()  # it may be one that nobody has any more
-    assert owned is not None
-    name, owner = owned
-    raise ValueError(
-        f"{name!r} belongs to a {type(owner).__name__} optimizer, which would go on with the old tensor; "
-        "pack or unpack first, then make the optimizer"
-    )
+        if attempt == 1:
+            raise ValueError(
+                f"{owned[0]!r} belongs to a {type(owned[1]).__name__} optimizer, which would go on with the old tensor; "
+                "pack or unpack first, then make the optimizer"
+            )
+        del optimizers, groups, owned
+        gc.collect()  # it may be one that nobody has any more

@@ -96,6 +96,12 @@ class QTensor(torch.Tensor):
         about = (self.codes, self.exponents, self.format, tuple(self.whole), self.dtype, view)
         return _rebuild, (*about, self.requires_grad, isinstance(self, nn.Parameter))
 
+    def share_memory_(self) -> Any:
+        raise NotImplementedError("a QTensor has no memory of its own to share; share its codes and exponents")
+
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError("a QTensor has no memory others could read; decode() it first")
+
     def unpacked(self) -> Tensor:
         """The codes, one an element, in the shape of `whole`."""
         if self.format.storage_bits > 4:
@@ -214,7 +220,9 @@ def _clone(func: Any, q: QTensor, *, memory_format: Any = torch.preserve_format)
     return _like(q, q.codes.clone(), None if q.exponents is None else q.exponents.clone())
 
 
-def _to(func: Any, q: QTensor, *, dtype: torch.dtype | None = None, device: Any = None, **_: Any) -> QTensor:
+def _to(func: Any, q: QTensor, *, dtype: torch.dtype | None = None, device: Any = None, **_: Any) -> Any:
+    if dtype is not None and not dtype.is_floating_point:
+        return NotImplemented  # then it is decoded
     if dtype is not None:
         check_holds(dtype, q.format)
     exponents = None if q.exponents is None else q.exponents.to(device, copy=True)

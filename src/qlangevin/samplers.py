@@ -104,8 +104,11 @@ class SGLD(Optimizer):
         ours = [hook for hook in _hooks(p) if hook.sampler() is self]
         if not self.step_in_backward or not p.requires_grad or any(hook.tensor == p._cdata for hook in ours):
             return
+        hooks = getattr(p, "_post_accumulate_grad_hooks", None) or {}
+        for key in [k for k, hook in hooks.items() if isinstance(hook, InBackward) and hook.sampler() is None]:
+            del hooks[key]
         if ours:  # the model was moved: its parameters are other tensors inside, which have no hooks
-            p._post_accumulate_grad_hooks = None
+            p._post_accumulate_grad_hooks = None  # type: ignore[assignment]
         p.register_post_accumulate_grad_hook(InBackward(self, p._cdata))
 
     def _check(self, group: dict[str, Any], settings: Settings) -> None:
