@@ -59,7 +59,7 @@ def main(epochs: int = 40) -> tuple[float, float]:
 def predict(model: nn.Module, x: Tensor) -> Tensor:
     with torch.no_grad():
         model.eval()
-        probabilities = model(x).softmax(1)
+        probabilities: Tensor = model(x).softmax(1)
         model.train()
     return probabilities
 
