@@ -32,6 +32,7 @@ ORDER = [
         "qtensor",
         "steps",
         "settings",
+        "arrival",
         "samplers",
         "schedules",
         "selection",

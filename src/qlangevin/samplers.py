@@ -5,7 +5,6 @@ Every method of the paper is a choice of `settings`; ``temperature=0`` is SGD.
 
 from __future__ import annotations
 
-import weakref
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import fields
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from . import native, ops, random
+from . import arrival, native, ops, random
 from .formats import Format, parse
 from .ops import Algorithm, Rounding
 from .qtensor import QTensor
@@ -100,23 +99,15 @@ class SGLD(Optimizer):
                 self._hook(p)
 
     def _hook(self, p: Tensor) -> None:
-        """Have a parameter stepped in backward, if that is wanted and not so already."""
-        ours = [hook for hook in _hooks(p) if hook.sampler() is self]
-        if not self.step_in_backward or not p.requires_grad or any(hook.tensor == p._cdata for hook in ours):
-            return
-        hooks = getattr(p, "_post_accumulate_grad_hooks", None) or {}
-        for key in [k for k, hook in hooks.items() if isinstance(hook, InBackward) and hook.sampler() is None]:
-            del hooks[key]
-        if ours:  # the model was moved: its parameters are other tensors inside, which have no hooks
-            p._post_accumulate_grad_hooks = None  # type: ignore[assignment]
-        p.register_post_accumulate_grad_hook(InBackward(self, p._cdata))
+        if self.step_in_backward and p.requires_grad:
+            arrival.attach(p, self)
 
     def _check(self, group: dict[str, Any], settings: Settings) -> None:
         """Refuse formats the parameters cannot hold; keep formats by name, so that a saved group is numbers and words."""
         for i, p in enumerate(group["params"]):
             try:
                 check_parameter(p, settings)
-                if any(hook.acts_for_another(self) for hook in _hooks(p)):
+                if arrival.taken(p, self):
                     raise ValueError("another sampler steps it in backward; one parameter has one sampler")
             except (TypeError, ValueError) as error:
                 raise type(error)(f"{self._name(group, i)}: {error}") from None
@@ -274,26 +265,6 @@ def _changed(p: Tensor, state: dict[str, Any], s: Update) -> bool:
 
 def _values(p: Tensor) -> Tensor:
     return cast(QTensor, p.detach()).decode() if isinstance(p, QTensor) else p.detach()
-
-
-class InBackward:
-    """A hook that steps a parameter as its gradient arrives; it does not keep the sampler alive."""
-
-    def __init__(self, sampler: SGLD, tensor: int) -> None:
-        self.sampler, self.tensor = weakref.ref(sampler), tensor
-
-    def __call__(self, p: Tensor) -> None:
-        sampler = self.sampler()
-        if sampler is not None:
-            sampler.step_one(p)
-
-    def acts_for_another(self, sampler: SGLD) -> bool:
-        return self.sampler() not in (None, sampler)
-
-
-def _hooks(p: Tensor) -> list[InBackward]:
-    hooks = getattr(p, "_post_accumulate_grad_hooks", None) or {}
-    return [hook for hook in hooks.values() if isinstance(hook, InBackward)]
 
 
 def first_not_finite(tensors: list[Tensor]) -> int:
