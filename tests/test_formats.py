@@ -149,3 +149,11 @@ def test_a_dtype_holds_a_format_iff_its_numbers_survive(format: Format, dtype: t
     else:
         with pytest.raises(ValueError, match="cannot hold every number"):
             check_holds(dtype, format)
+
+
+def test_a_number_far_below_the_gap_is_not_on_the_grid() -> None:
+    assert parse("fixed2.-33").is_representable(torch.tensor([3.9e-36, 0.0, -(2.0**33)])).tolist() == [
+        False,
+        True,
+        True,
+    ]

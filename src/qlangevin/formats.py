@@ -345,4 +345,4 @@ def _storage_bits(bits: int) -> int:
 def _on_grid(x: Tensor, gap: Tensor) -> Tensor:
     """Which elements of x are finite multiples of gap."""
     multiple = x / gap
-    return x.isfinite() & (multiple == multiple.trunc())
+    return x.isfinite() & (multiple == multiple.trunc()) & (multiple * gap == x)  # a tiny x over a large gap is no zero
