@@ -293,3 +293,4 @@ def _error(ctx: Any, e: Tensor) -> tuple[Any, ...]:
 
 
 torch.library.register_autograd("qlangevin::lower", _error, setup_context=_remember, lib=ops._library)
+torch.library.register_autograd("qlangevin::lower_error", lambda ctx, e: (e, *[None] * 5), lib=ops._library)
