@@ -13,7 +13,7 @@ INSTALLED = pyproject.toml CMakeLists.txt src/qlangevin/__init__.py \
 help:
 	@echo 'make demo       Figure 1 of the paper, in seconds'
 	@echo 'make test       lint, types and tests'
-	@echo 'make bench      time the kernels against their rivals'
+	@echo 'make bench      time and memory, against the rivals'
 	@echo 'make reproduce  the experiments at full length'
 	@echo 'make clean      remove .venv and everything that was built'
 

@@ -504,6 +504,24 @@ def test_layers_of_one_model_can_be_lowered_one_after_the_other() -> None:
     assert not ql.lowering.state_dict(ql.unlower(model))
 
 
+def test_layers_of_one_model_in_different_formats() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+    other = copy.deepcopy(model)
+    for one, save_codes in ((model, True), (other, False)):
+        ql.lower(one, "fixed8.1", layers="0", save_codes=save_codes)
+        ql.lower(one, "bfp8", "bfp8", skip="0", seed=1, save_codes=save_codes)
+    x, labels = torch.randn(64, 64), torch.randint(64, (64,))
+    for _ in range(2):
+        assert equal(gradients(model, x, labels), gradients(other, x, labels))
+
+
+def test_pooling_that_somebody_changes_is_rounded() -> None:
+    pool = nn.MaxPool1d(2)
+    pool.register_forward_hook(lambda module, args, y: y * 0.3)
+    model = ql.lower(nn.Sequential(nn.Linear(8, 8), pool), "bfp8")
+    assert bool(ql.parse("bfp8").is_representable(model(torch.randn(4, 8)).detach()).all())
+
+
 def test_a_pickled_model_computes_the_same() -> None:
     for name in ["resnet", "lstm"]:
         model, x, labels = build(name)

@@ -39,22 +39,23 @@ def encode_op(values: Tensor, format: str) -> tuple[Tensor, Tensor]:
 @ops.operator("decode")
 def decode_op(codes: Tensor, exponents: Tensor | None, format: str) -> Tensor:
     """`values_of`, as an operator."""
-    parsed = ops.parse(format)
-    if not native.enabled_for(codes):
-        return _values(codes, exponents, parsed)
-    values = torch.empty_like(codes, dtype=torch.float32, memory_format=torch.contiguous_format)
-    native.recode(values, codes.contiguous(), exponents, parsed, encode=False)
-    return values
+    return _decode(codes, exponents, ops.parse(format))
 
 
 def values_of(codes: Tensor, exponents: Tensor | None, format: Format) -> Tensor:
     """The float32 numbers of unpacked codes. Real ones need no operator, which would cost more than a small tensor does."""
-    if type(codes) is Tensor and native.enabled_for(codes) and format != FP32:
-        values = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
-        native.recode(values, codes.contiguous(), exponents, format, encode=False)
-        return values
+    if type(codes) is Tensor and native.enabled_for(codes):
+        return _decode(codes, exponents, format)
     result: Tensor = decode_op(codes, exponents, str(format))
     return result
+
+
+def _decode(codes: Tensor, exponents: Tensor | None, format: Format) -> Tensor:
+    if not native.enabled_for(codes):
+        return _values(codes, exponents, format)
+    values = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
+    native.recode(values, codes.contiguous(), exponents, format, encode=False)
+    return values
 
 
 def encode_exactly(values: Tensor, format: Format) -> tuple[Tensor, Tensor] | None:

@@ -149,11 +149,11 @@ class ErrorHook:
 
 def relu(x: Tensor, step: Step, inplace: bool, saving: SavedAsCodes | None) -> Tensor:
     """relu(x) for x on the grid of the activations, which it does not leave; Q_E on its error."""
+    if saving is not None and str(saving.format) != step.activations:
+        saving = None  # it keeps numbers of another grid as codes: these it has to try for itself
     kept: list[Codes] = []
     y = _apply(ReLU, x, step, inplace, saving, kept)
-    if (
-        saving is not None and kept
-    ):  # autograd has counted a change in place by now: the next layer will know it as this
+    if saving is not None and kept:  # autograd has counted a change in place by now: the next layer knows it as this
         saving.known[saving.place(y)] = kept[0]
     mark(y, step.activations)
     return y

@@ -55,9 +55,12 @@ LAYERS: tuple[type[nn.Module], ...] = (
 )
 # Layers whose output nobody has seen and their own backward does not need: it can be rounded where it is. These types
 # only: a subclass may do more with it.
-FRESH = (*[nn.Linear, *CONVOLUTIONS, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.LayerNorm, nn.GroupNorm],)
-# Layers that give back some of the numbers they are given, or zero: numbers on the grid stay on it.
-KEEPS_GRID = (nn.ReLU, nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, pooling._AdaptiveMaxPoolNd)
+FRESH = (nn.Linear, *CONVOLUTIONS, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.LayerNorm, nn.GroupNorm)
+# Layers that give back some of the numbers they are given: numbers on the grid stay on it. So do those of ReLU, see below.
+KEEPS_GRID = (
+    *(nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d),
+    *(nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d),
+)
 
 _STREAMS = 1 << 40  # where the streams of layers begin; those of parameters are counted from 0
 
@@ -87,7 +90,7 @@ def lower(
     ops.choose("rounding", rounding, ("nearest", "stochastic"))
     names = tuple(None if f is None or parse(f) == FP32 else str(parse(f)) for f in (activations, errors))
     chosen = choose(model, layers, skip)
-    _check(model, chosen)
+    _check(chosen)
     for i, module in enumerate(chosen.values()):
         layer = Layer(names[0], names[1], rounding, seed, Key(seed).fold(_STREAMS + i).stream)
         module.register_forward_hook(layer)
@@ -135,13 +138,8 @@ class Layer:
     """The hook on a layer."""
 
     def __init__(self, activations: str | None, errors: str | None, rounding: str, seed: int, stream: int) -> None:
-        self.activations, self.errors, self.rounding, self.seed, self.stream = (
-            activations,
-            errors,
-            rounding,
-            seed,
-            stream,
-        )
+        self.activations, self.errors, self.rounding = activations, errors, rounding
+        self.seed, self.stream = seed, stream
         self.count = torch.zeros((), dtype=torch.int64)
         self.saved = False  # whether somebody keeps the output for backward
 
@@ -154,8 +152,8 @@ class Layer:
         if isinstance(module, nn.MultiheadAttention):  # the second output is not passed on, but looked at
             return (self.one(module, output[0]), *output[1:])
         if isinstance(output, Tensor):
-            kept = isinstance(module, KEEPS_GRID) and bool(args) and flow.marked(args[0], self.activations)
-            return self.one(module, output, on_grid=kept and "/" not in str(self.activations))
+            keeps = type(module) in KEEPS_GRID and self._sees_first(module) and "/" not in str(self.activations)
+            return self.one(module, output, on_grid=keeps and bool(args) and flow.marked(args[0], self.activations))
         return tree_map_only(Tensor, lambda t: self.one(module, t), output)
 
     def one(self, module: nn.Module, x: Tensor, on_grid: bool = False) -> Tensor:
@@ -163,23 +161,18 @@ class Layer:
         if not x.dtype.is_floating_point or (self.activations is None and self.errors is None):
             return x
         if flow.simple(x):
-            return flow.passed(x, self.next(module), self._is_fresh(module, x), on_grid, self)
+            fresh = type(module) in FRESH and self._sees_first(module) and not x._is_view()
+            return flow.passed(x, self.next(module), fresh, on_grid, self)
         seed, stream, rounding = ops.signed(self.seed), ops.signed(self.stream), self._rounding(module)
         return cast(
             Tensor, flow.lower_op(x, self.activations, self.errors, rounding, seed, stream, self._count(module))
         )
 
-    def _is_fresh(self, module: nn.Module, x: Tensor) -> bool:
-        """Whether nobody but us has seen what a layer gave: no hook before ours, and no forward of somebody else's."""
-        if (
-            type(module) not in FRESH
-            or x._is_view()
-            or global_hooks
-            or next(iter(module._forward_hooks.values())) is not self
-        ):
-            return False
+    def _sees_first(self, module: nn.Module) -> bool:
+        """Whether the output is what the layer's type says, unseen: no hook before ours, no forward of somebody else's."""
         forward = _forward_of(module)
-        return forward is None or _own(forward) is _conv_forward
+        ours = forward is None or _own(forward) is _conv_forward
+        return ours and not global_hooks and next(iter(module._forward_hooks.values())) is self
 
     def relu(self, module: nn.ReLU, x: Tensor) -> Tensor:
         """The forward of `nn.ReLU`."""
@@ -257,7 +250,7 @@ def _forward_for(module: nn.Module) -> Any:
     return {nn.ReLU: _relu_forward, **dict.fromkeys(CONVOLUTIONS, _conv_forward)}.get(type(module))
 
 
-def _check(model: nn.Module, chosen: dict[str, nn.Module]) -> None:
+def _check(chosen: dict[str, nn.Module]) -> None:
     for name, module in chosen.items():
         if isinstance(module, torch.jit.ScriptModule):
             raise TypeError(f"{name!r} is a scripted module, whose output no hook can change; lower before scripting")

@@ -48,16 +48,16 @@ def pack(
     ops.choose("rounding", rounding, ("nearest", "stochastic"))
     order = {id(p): i for i, p in enumerate(model.parameters())}
     chosen = [
-        (f"{where}.{name}".lstrip("."), module, name, p)
+        (f"{where}.{name}".lstrip("."), module, p)
         for where, module in choose(model, layers, skip).items()
         for name, p in module.named_parameters(recurse=False, remove_duplicate=False)
         if p.requires_grad
     ]
-    for full, module, _, p in chosen:
+    for full, module, p in chosen:
         _check(full, module, p, parsed)
-    _check_owners([(full, p) for full, _, _, p in chosen])
+    _check_owners([(full, p) for full, _, p in chosen])
     packed: dict[int, nn.Parameter] = {}
-    for _, _, _, p in chosen:
+    for _, _, p in chosen:
         if id(p) not in packed:
             key = parameter_key(seed, order[id(p)], 0)
             rounded = quantized(p.detach(), str(parsed), rounding, key, random.WEIGHT)
@@ -112,7 +112,7 @@ def _check_owners(parameters: Sequence[tuple[str, Tensor]]) -> None:
         optimizers = [o for o in gc.get_objects() if issubclass(type(o), Optimizer)]
         groups = [
             (o, group) for o in optimizers for group in getattr(o, "param_groups", [])
-        ]  # none if its making failed
+        ]  # none if it was not finished
         owned = next(((ids[id(p)], o) for o, group in groups for p in group["params"] if id(p) in ids), None)
         if owned is None:
             return

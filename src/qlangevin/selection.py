@@ -44,9 +44,7 @@ def _rules(what: str, choice: Choice) -> list[Rule]:
     rules: list[Any] = [choice] if single else list(cast(Iterable[Rule], choice))
     for rule in rules:
         is_type = isinstance(rule, type) and issubclass(rule, nn.Module)
-        is_predicate = callable(rule) and not isinstance(
-            rule, (type, nn.Module)
-        )  # a module can be called, but not asked
+        is_predicate = callable(rule) and not isinstance(rule, (type, nn.Module))  # which can be called, but not asked
         if not (isinstance(rule, str) or is_type or is_predicate):
             got = type(rule).__name__ if isinstance(rule, nn.Module) else repr(rule)
             raise TypeError(
