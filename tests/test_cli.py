@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 import qlangevin
-from qlangevin import cli
 from qlangevin.cli import main
 from qlangevin.experiments import gaussian
+from qlangevin.progress import progress_bar
 
 QUICK = ["run", "gaussian", "--stepsizes", "0.1", "0.05", "--chains", "50", "--steps", "90"]
 
@@ -128,10 +128,10 @@ def test_progress_is_shown_on_a_terminal_only(
 ) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     monkeypatch.setenv("TERM", "xterm")
-    with cli.progress_bar(10, shown=True) as advance:
+    with progress_bar(10, shown=True) as advance:
         advance("half way", 5)
     assert "half way" in capsys.readouterr().err
-    with cli.progress_bar(10, shown=False) as advance:
+    with progress_bar(10, shown=False) as advance:
         advance("half way", 5)
     assert capsys.readouterr().err == ""
 

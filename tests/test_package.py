@@ -22,29 +22,11 @@ PACKAGE = ROOT / "src" / "qlangevin"
 
 # Data flows down: a module imports only from those before it. "" is the package itself, its public names.
 ORDER = [
-    *[
-        "formats",
-        "random",
-        "rounding",
-        "ops",
-        "native",
-        "codes",
-        "qtensor",
-        "steps",
-        "settings",
-        "arrival",
-        "samplers",
-        "schedules",
-        "selection",
-        "packing",
-        "saving",
-        "flow",
-        "convolution",
-        "recurrent",
-        "lowering",
-        "store",
-    ],
-    *["posterior", "metrics", "diagnostics", "theory", "distributed"],
+    *["version", "formats", "random", "rounding", "ops", "native", "codes", "qtensor"],
+    *["steps", "settings", "arrival", "samplers", "schedules", "loader", "selection", "packing"],
+    *["saving", "flow", "convolution", "recurrent", "lowering"],
+    *["files", "locking", "manifest", "contents", "origin", "store", "trees", "checkpoints"],
+    *["links", "ensemble", "progress", "posterior", "metrics", "diagnostics", "theory", "distributed"],
     "",  # the library ends here
     *["experiments.data", "experiments.models", "experiments.methods", "experiments.gaussian"],
     *["experiments.classify", "experiments.report", "experiments", "cli"],
@@ -111,7 +93,7 @@ def run(*command: str | Path, **env: str) -> str:
 
 
 def test_import_is_light() -> None:
-    heavy = {"matplotlib", "rich", "scipy", "tyro"}
+    heavy = {"arviz", "matplotlib", "pandas", "rich", "scipy", "sklearn", "torchmetrics", "tyro", "xarray"}
     loaded = run(sys.executable, "-W", "ignore", "-c", "import sys, qlangevin; print(*sys.modules)").split()
     assert heavy.isdisjoint(loaded)
 

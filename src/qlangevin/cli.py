@@ -11,8 +11,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,11 +20,11 @@ import torch
 import tyro
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
 from . import __version__, native
 from .experiments import gaussian
+from .progress import progress_bar
 
 __all__ = ["main"]
 
@@ -157,22 +156,6 @@ def as_json(settings: Gaussian, result: gaussian.Result) -> dict[str, Any]:
         "environment": environment(),
         "rows": [dataclasses.asdict(row) | {"z": row.z} for row in result.rows],
     }
-
-
-@contextmanager
-def progress_bar(total: int, shown: bool) -> Iterator[Callable[[str, int], None]]:
-    """A bar on standard error, if that is a terminal; yields a function that says what runs and moves the bar on."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TimeElapsedColumn(),
-        TextColumn("/"),
-        TimeRemainingColumn(),
-    )
-    hidden = not shown or not sys.stderr.isatty()
-    with Progress(*columns, console=Console(stderr=True), transient=True, disable=hidden) as progress:
-        task = progress.add_task("starting", total=total)
-        yield lambda label, steps: progress.update(task, description=label, advance=steps)
 
 
 def check_picture(path: Path) -> None:

@@ -10,6 +10,7 @@ A tensor rounded here is marked with its format and version: numbers that are on
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple, cast
 
@@ -294,3 +295,20 @@ def _error(ctx: Any, e: Tensor) -> tuple[Any, ...]:
 
 torch.library.register_autograd("qlangevin::lower", _error, setup_context=_remember, lib=ops._library)
 torch.library.register_autograd("qlangevin::lower_error", lambda ctx, e: (e, *[None] * 5), lib=ops._library)
+
+
+def _lower_many(info: Any, dims: tuple[Any, ...], x: Tensor, *rest: Any) -> tuple[Tensor, int]:
+    """`lower_op` of many tensors at once, each as if it were alone, for `torch.vmap`."""
+    activations, _, rounding = rest[:3]
+    many = x.movedim(dims[0], 0)
+    if rounding != "nearest" or activations is None:  # one after the other, with the same random bits
+        return torch.stack([lower_op(one, *rest) for one in many.unbind(0)]), 0
+    format, shape = ops.parse(activations), many.shape
+    if isinstance(format, BlockFloat) and format.block_count(shape[1:]) <= 1:
+        many, format = many.reshape(shape[0], -1), replace(format, block="row")
+    elif isinstance(format, BlockFloat) and format.block == "row":
+        many = many.flatten(0, 1)
+    return lower_op(many, str(format), *rest[1:]).reshape(shape), 0
+
+
+torch.library.register_vmap("qlangevin::lower", _lower_many, lib=ops._library)

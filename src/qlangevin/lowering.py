@@ -126,12 +126,17 @@ def state_dict(model: nn.Module) -> dict[str, int]:
 
 def load_state_dict(model: nn.Module, state: Mapping[str, int]) -> None:
     """Go on with the random bits where a saved model stopped."""
+    check_state(model, state)
+    for name, layer in _layers(model):
+        layer.count.fill_(int(state[name]))
+
+
+def check_state(model: nn.Module, state: Mapping[str, int]) -> None:
+    """Refuse a state that is not of this model."""
     found = dict(_layers(model))
     if found.keys() != state.keys():
         odd = sorted(found.keys() ^ state.keys())
         raise ValueError(f"the state is of a model lowered otherwise: {', '.join(map(repr, odd[:5]))} in one only")
-    for name, layer in found.items():
-        layer.count.fill_(int(state[name]))
 
 
 class Layer:

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from . import ops
-from .codes import encode_op, values_of
+from .codes import encode_exactly, encode_op, values_of
 from .formats import BlockFloat, FixedPoint, Float, Format, check_holds, parse
 from .ops import Rounding
 from .random import Key
 
-__all__ = ["QTensor", "encode"]
+__all__ = ["QTensor", "encode", "encode_on_grid"]
 
 aten = torch.ops.aten
 
@@ -149,10 +149,24 @@ def encode(x: Tensor, format: str | Format, rounding: Rounding = "nearest", key:
     parsed = parse(format)
     values = ops.quantize(x.detach(), parsed, rounding, key).to(torch.float32).contiguous()
     codes, exponents = encode_op(values, str(parsed))
-    if parsed.storage_bits == 4:
+    return _packed(codes, exponents, parsed, x)
+
+
+def encode_on_grid(x: Tensor, format: Format) -> QTensor | None:
+    """Codes of numbers that should be on the grid already; None if one of them is not. Zeros may lose their sign."""
+    values = x.detach().to(torch.float32).contiguous()
+    if x.dtype == torch.float64 and not torch.equal(values.double(), x):
+        return None
+    found = encode_exactly(values, format) or encode_exactly(values + 0.0, format)  # which makes -0 a 0
+    return None if found is None else _packed(*found, format, x)
+
+
+def _packed(codes: Tensor, exponents: Tensor, format: Format, x: Tensor) -> QTensor:
+    """Codes, one an element, as a QTensor like x."""
+    if format.storage_bits == 4:
         pairs = torch.nn.functional.pad(codes.view(-1), (0, codes.numel() % 2)).view(-1, 2)
         codes = (pairs[:, 0] & 0xF) | (pairs[:, 1] << 4)
-    return QTensor(codes, exponents if isinstance(parsed, BlockFloat) else None, parsed, x.shape, x.dtype)
+    return QTensor(codes, exponents if isinstance(format, BlockFloat) else None, format, x.shape, x.dtype)
 
 
 def _rebuild(*parts: Any) -> Tensor:

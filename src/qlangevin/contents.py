@@ -1,0 +1,165 @@
+"""What of a model goes into a sample, and how it gets out again.
+
+A parameter that is on a grid goes in as codes, without loss, whether it is packed or a float tensor whose sampler keeps it on
+that grid; everything else goes in as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from .files import DTYPES, DamagedError
+from .formats import FixedPoint, Float, Format, parse
+from .manifest import NAMES, TensorInfo
+from .qtensor import QTensor, encode_on_grid
+
+__all__ = ["assemble", "check_fits", "describe", "gather", "load_into", "named_tensors", "unwrapped"]
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The module itself, without what `torch.compile` or data parallelism put around it: its names are those that count."""
+    while True:
+        inner = getattr(model, "_orig_mod", None)
+        if inner is None and isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+            inner = model.module
+        if not isinstance(inner, nn.Module):
+            return model
+        model = inner
+
+
+def named_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and persistent buffers; what is shared stands there once, under its first name."""
+    model, seen, found = unwrapped(model), set[int](), {}
+    for where, module in model.named_modules():
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            raise TypeError(
+                f"{where or 'the model'!r} ({type(module).__name__}) has extra state, which could hold anything; "
+                "only parameters and buffers can be stored"
+            )
+    for name, t in _all_tensors(model):
+        if id(t) not in seen:
+            seen.add(id(t))
+            found[name] = t
+    return found
+
+
+def _all_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from model.named_parameters()
+    for where, module in model.named_modules():
+        for name, buffer in module.named_buffers(where, recurse=False):
+            if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
+                yield name, buffer
+
+
+def describe(model: nn.Module, sampler: Optimizer | None = None) -> dict[str, TensorInfo]:
+    """The tensors of a model; a sampler knows the formats of parameters that are not packed."""
+    groups = sampler.param_groups if sampler is not None else []
+    known = {id(p): group.get("weights") for group in groups for p in group["params"]}
+    return {name: _info(name, t, known.get(id(t))) for name, t in named_tensors(model).items()}
+
+
+def _info(name: str, t: Tensor, weights: str | Format | None) -> TensorInfo:
+    if t.dtype not in DTYPES or t.layout != torch.strided:
+        raise TypeError(f"{name!r} is a {t.layout} tensor of {t.dtype}, which cannot be stored")
+    dtype = str(t.dtype).removeprefix("torch.")
+    if not isinstance(t, nn.Parameter):
+        return TensorInfo("buffer", tuple(t.shape), dtype)
+    format = t.format if isinstance(t, QTensor) else parse(weights) if weights is not None and t.requires_grad else None
+    coded = format is not None and format.storage_bits < 32
+    return TensorInfo(
+        "parameter" if t.requires_grad else "frozen", tuple(t.shape), dtype, str(format) if coded else None
+    )
+
+
+def check_fits(model: nn.Module, tensors: Mapping[str, TensorInfo], what: str, formats: bool = False) -> None:
+    """Refuse a model that has other tensors: which ones, and how they differ.
+
+    How a parameter is kept, as codes or floats, frozen or not, makes no difference unless ``formats`` are asked for.
+    """
+    found = describe(model)
+    odd = [f"{name!r} is missing in the model" for name in tensors if name not in found]
+    odd += [f"{name!r} is in the model only" for name in found if name not in tensors]
+    for name in (name for name in tensors if name in found):
+        there, here = tensors[name], found[name]
+        same = there.shape == here.shape and there.dtype == here.dtype
+        if formats and here.format is not None:
+            same &= there.format == here.format
+        if formats or "buffer" in (there.kind, here.kind):
+            same &= there.kind == here.kind
+        if not same:
+            odd.append(f"{name!r} is {there} there and {here} in the model")
+    if odd:
+        more = f"; and {len(odd) - 5} more" if len(odd) > 5 else ""
+        raise ValueError(f"{what} is of another model: {'; '.join(odd[:5])}{more}")
+
+
+def gather(model: nn.Module, tensors: Mapping[str, TensorInfo]) -> dict[str, Tensor]:
+    """The parts of the named tensors, contiguous and on the CPU."""
+    there = named_tensors(model)
+    parts = [_parts(name, there[name].detach(), info) for name, info in tensors.items()]
+    return {part: t.cpu().contiguous() for found in parts for part, t in found.items()}
+
+
+def _parts(name: str, t: Tensor, info: TensorInfo) -> dict[str, Tensor]:
+    if isinstance(t, QTensor) and (info.format is None or t.is_view):
+        t = t.decode()
+    if info.format is None:
+        if info.kind != "buffer" and not bool(t.isfinite().all()):
+            raise ValueError(f"{name!r} holds an infinity or a NaN: the chain has diverged, and nothing was stored")
+        return {name: t}
+    format = parse(info.format)
+    q = t if isinstance(t, QTensor) else encode_on_grid(t, format)
+    if q is None:
+        away = "" if not bool(t.isfinite().all()) else f" ({int((~format.is_representable(t)).sum())} of {t.numel()})"
+        raise ValueError(
+            f"{name!r} holds numbers that are not on the grid of {format}{away}: something other than the sampler wrote them"
+        )
+    return {f"{name}.codes": q.codes} | ({} if q.exponents is None else {f"{name}.exponents": q.exponents})
+
+
+def assemble(parts: Mapping[str, Tensor], tensors: Mapping[str, TensorInfo], what: str) -> dict[str, Tensor]:
+    """The inverse of `gather`; packed parameters come back as QTensors. Codes that stand for no number are refused."""
+    found: dict[str, Tensor] = {}
+    for name, info in tensors.items():
+        if info.format is None:
+            t = parts[name]
+            good = info.kind == "buffer" or bool(t.isfinite().all())
+        else:
+            format, codes, exponents = parse(info.format), parts[f"{name}.codes"], parts.get(f"{name}.exponents")
+            t = QTensor(codes, exponents, format, torch.Size(info.shape), NAMES[info.dtype])
+            good = _are_codes(t)
+        if not good:
+            raise DamagedError(f"{what} is damaged: {name!r} holds what is no number of {info.format or info.dtype}")
+        found[name] = t
+    return found
+
+
+def _are_codes(q: QTensor) -> bool:
+    """Whether all codes are of the kind that `encode` makes."""
+    format, codes = q.format, q.unpacked()
+    if codes.numel() == 0:
+        return True
+    if isinstance(format, Float):
+        return _within(q.decode_whole(), format.low, format.high)  # a NaN is not
+    if isinstance(format, FixedPoint):
+        return _within(codes, -(1 << (format.bits - 1)), (1 << (format.bits - 1)) - 1)
+    limit = 1 << (format.exp_bits - 1)
+    assert q.exponents is not None
+    return _within(codes, -format.top, format.top) and _within(q.exponents, -limit, limit - 1)
+
+
+def _within(t: Tensor, low: Any, high: Any) -> bool:
+    least, most = torch.aminmax(t)
+    return bool(least >= low) and bool(most <= high)
+
+
+def load_into(model: nn.Module, values: Mapping[str, Tensor]) -> None:
+    """Put tensors in the place of a model's: codes into codes where the format is the same."""
+    with torch.no_grad():
+        for name, t in named_tensors(model).items():
+            t.copy_(values[name])

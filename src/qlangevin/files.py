@@ -1,0 +1,214 @@
+"""Files that are whole or not there, and that hold what was written: the ground under samples and checkpoints.
+
+A file is written beside its place, synced, and renamed into it. Tensors are kept as safetensors, everything else as JSON:
+nothing that is read is ever executed. What is read is compared with the size and the SHA-256 that were noted when it was
+written, so that a lost sector is an error and not a sample.
+
+The safetensors library reads; the writing, a header and the tensors' memory, is done here: straight from the tensors, hashed
+while the disk is busy, in an order and with permissions that do not depend on the library's version.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import mmap
+import os
+import stat
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+__all__ = ["DamagedError", "Digest", "Spec", "map_tensors", "parse_json", "read", "tensor_parts", "write"]
+
+HEADER_LIMIT = 100_000_000  # bytes; the format's own
+JSON_LIMIT = 256_000_000
+LARGE = 1 << 20  # bytes from which a thread of its own pays for hashing
+
+Bytes: TypeAlias = bytes | memoryview
+Spec: TypeAlias = tuple[torch.dtype, tuple[int, ...]]  # of a stored tensor
+
+# What safetensors calls them, and in which order they are stored: the wide ones first, so that all of them are aligned.
+DTYPES: dict[torch.dtype, str] = {
+    torch.complex64: "C64", torch.float64: "F64", torch.int64: "I64", torch.float32: "F32", torch.int32: "I32",
+    torch.float16: "F16", torch.bfloat16: "BF16", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8",
+    torch.bool: "BOOL", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+}  # fmt: skip
+
+
+class DamagedError(ValueError):
+    """A file that is not what was written: cut short, changed, or never one of ours."""
+
+
+class Digest(NamedTuple):
+    """What a file is known by."""
+
+    size: int
+    sha256: str
+
+
+def write(path: Path, parts: Sequence[Bytes]) -> Digest:
+    """Put a file in its place, all of it or nothing; when this returns it is on the disk."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        temporary.unlink(missing_ok=True)  # of a process that was killed
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666)
+        with open(descriptor, "wb", buffering=0) as file:
+            digest = _write_and_hash(file, parts)
+        os.replace(temporary, path)
+        sync_folder(path.parent)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    return digest
+
+
+def _write_and_hash(file: Any, parts: Sequence[Bytes]) -> Digest:
+    def save() -> None:
+        for part in parts:
+            left = memoryview(part)
+            while left:
+                left = left[file.write(left) :]
+        os.fsync(file.fileno())
+
+    size = sum(memoryview(part).nbytes for part in parts)
+    if size < LARGE:
+        save()
+        return Digest(size, sha256(*parts))
+    with ThreadPoolExecutor(1) as pool:  # both let go of the interpreter; waiting for the disk is the longer of the two
+        hashed = pool.submit(sha256, *parts)
+        save()
+        return Digest(size, hashed.result())
+
+
+def sha256(*parts: Bytes | mmap.mmap) -> str:
+    total = hashlib.sha256()
+    for part in parts:
+        total.update(part)
+    return total.hexdigest()
+
+
+def sync_folder(folder: Path) -> None:
+    """Have the disk know of renamed files; systems without folders that can be opened do so by themselves."""
+    if os.name == "posix":
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def tensor_parts(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> list[Bytes]:
+    """A safetensors file of contiguous tensors on the CPU, as the pieces of memory it consists of."""
+    ranks = {dtype: i for i, dtype in enumerate(DTYPES)}
+    names = sorted(tensors, key=lambda name: (ranks[tensors[name].dtype], name))
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    end = 0
+    for name in names:
+        t, start = tensors[name], end
+        end += t.numel() * t.element_size()
+        header[name] = {"dtype": DTYPES[t.dtype], "shape": list(t.shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return [struct.pack("<Q", len(text)) + text, *(_memory(tensors[name]) for name in names)]
+
+
+def _memory(t: Tensor) -> memoryview:
+    array: Any = t.detach().reshape(-1).view(torch.uint8).numpy()
+    return memoryview(array)
+
+
+@contextmanager
+def opened(path: Path, what: str, digest: Digest | None = None) -> Iterator[mmap.mmap]:
+    """A file mapped into memory, if it is an ordinary one and, where that is known, what was written."""
+    try:
+        # Not to wait for somebody who writes into a pipe: what is wanted is a file.
+        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    except FileNotFoundError:
+        raise DamagedError(f"{what} is missing: there is no {path}") from None
+    with open(descriptor, "rb", buffering=0) as file:
+        about = os.fstat(descriptor)
+        if not stat.S_ISREG(about.st_mode):
+            raise DamagedError(f"{what} is damaged: {path} is not an ordinary file")
+        if about.st_size == 0 or (digest is not None and about.st_size != digest.size):
+            expected = f", {digest.size} were written" if digest is not None else ""
+            raise DamagedError(f"{what} is damaged: {path} has {about.st_size} bytes{expected}")
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+            if digest is not None and sha256(mapped) != digest.sha256:
+                raise DamagedError(
+                    f"{what} is damaged: the content of {path} is not what was written (SHA-256 differs)"
+                )
+            yield mapped
+
+
+def read(path: Path, what: str, limit: int = JSON_LIMIT) -> bytes:
+    """All of a file that is not meant to be large."""
+    with opened(path, what) as mapped:
+        if len(mapped) > limit:
+            raise DamagedError(f"{what} is damaged: {path} has {len(mapped)} bytes, more than any that was written")
+        return mapped[:]
+
+
+def parse_json(text: bytes | str, what: str) -> Any:
+    """JSON as the standard has it: no NaN, no endless nesting, no key twice."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            raise ValueError("a key stands there twice")
+        return found
+
+    def refuse(constant: str) -> Any:
+        raise ValueError(f"{constant} is not JSON")
+
+    try:
+        return json.loads(text, object_pairs_hook=unique, parse_constant=refuse)
+    except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
+        raise DamagedError(f"{what} is damaged: it cannot be read as JSON ({error})") from None
+
+
+def header_length(mapped: mmap.mmap, what: str, limit: int = HEADER_LIMIT) -> int:
+    """How long a safetensors file's header says it is, if that can be."""
+    length = struct.unpack("<Q", mapped[:8])[0] if len(mapped) >= 8 else len(mapped)
+    if not 0 < length <= min(limit, len(mapped) - 8):
+        raise DamagedError(f"{what} is damaged: its header is said to have {length} bytes")
+    return int(length)
+
+
+def map_tensors(
+    path: Path, specs: Mapping[str, Spec], digest: Digest, what: str, check: bool = True
+) -> dict[str, Tensor]:
+    """Tensors of a file, mapped into memory: they take none until they are looked at, and writing to them changes no file.
+
+    Every tensor must be there with its dtype and shape, and no other. Without ``check`` the content is not hashed again.
+    """
+    with opened(path, what, digest if check else None) as mapped:
+        if len(mapped) != digest.size:
+            raise DamagedError(f"{what} is damaged: {path} has {len(mapped)} bytes, {digest.size} were written")
+        header_length(mapped, what, 4096 + sum(400 + 12 * len(name) for name in specs))
+    with library(what), safe_open(path, framework="pt") as file:
+        found = {}  # the file is no mapping, though it has keys
+        for name in file.keys():  # noqa: SIM118
+            part = file.get_slice(name)
+            found[name] = (part.get_dtype(), tuple(part.get_shape()))
+        wanted = {name: (DTYPES[dtype], shape) for name, (dtype, shape) in specs.items()}
+        if found != wanted:
+            odd = sorted(name for name in found.keys() | wanted.keys() if found.get(name) != wanted.get(name))
+            raise DamagedError(f"{what} is damaged: {path} does not hold what the manifest says, see {odd[:3]}")
+        return {name: file.get_tensor(name) for name in specs}
+
+
+@contextmanager
+def library(what: str) -> Iterator[None]:
+    """What the safetensors library finds wrong, in our words."""
+    try:
+        yield
+    except (SafetensorError, OverflowError, RuntimeError) as error:
+        raise DamagedError(f"{what} is damaged: it is not a safetensors file ({error})") from None

@@ -1,0 +1,174 @@
+"""Batches in an order that is a pure function of (seed, epoch), from a loader that knows how far it is.
+
+Hence a resumed run sees exactly the batches that the interrupted one did not.
+"""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Iterator, Sized
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from .random import Key
+
+__all__ = ["Loader"]
+
+ORDER, WORKERS = range(2)  # what a generator is for
+
+
+class Loader(DataLoader[Any]):
+    """A torch DataLoader that can go on where it stopped.
+
+    Iterating goes through the rest of the current epoch. A batch counts as soon as it is handed out, whatever workers have
+    fetched ahead; with the last one the next epoch begins. A loop that was left goes on, when begun again, after the last
+    batch it was given. Only the newest iterator counts: an older one raises RuntimeError.
+
+    The order does not depend on torch's global generator, nor change it, nor on the number of workers. Random augmentation
+    does: to be the same after a resume it must itself be a function of seed, epoch and index.
+
+    Args:
+        dataset: has a length, and examples by index.
+        batch_size: how many of them to a batch.
+        shuffle: a new order in every epoch; otherwise the dataset's own.
+        drop_last: leave out the last batch of an epoch if it is smaller.
+        seed: of the order.
+        options: others of torch's DataLoader, such as ``num_workers`` and ``collate_fn``.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        batch_size: int = 1,
+        *,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        seed: int = 0,
+        **options: Any,
+    ) -> None:
+        refused = [name for name in ("sampler", "batch_sampler", "generator") if options.get(name) is not None]
+        refused += [] if options.get("in_order", True) else ["in_order=False"]
+        if refused:
+            raise TypeError(f"the order of a Loader follows from its seed; leave out {', '.join(refused)}")
+        batch_size = _whole("batch_size", batch_size, 1)
+        self._order = _Order(_length(dataset), batch_size, bool(shuffle), Key(seed).seed)
+        self._newest = 0  # iterator
+        options = {name: value for name, value in options.items() if name not in ("sampler", "batch_sampler")}
+        options["generator"] = self._order.generator(WORKERS)
+        super().__init__(dataset, batch_size, sampler=self._order, drop_last=bool(drop_last), **options)
+        if len(self) == 0:
+            raise ValueError(
+                f"drop_last leaves no batch: batch_size is {batch_size}, the dataset has {self._order.num_data} examples"
+            )
+
+    @property
+    def epoch(self) -> int:
+        """How many epochs are done."""
+        return self._order.epoch
+
+    @property
+    def position(self) -> int:
+        """How many batches of the current epoch are done."""
+        return self._order.position
+
+    @property
+    def steps(self) -> int:
+        """How many batches are done in all."""
+        return self.epoch * len(self) + self.position
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch promises one of its private iterators
+        self._newest += 1
+        self.generator = self._order.generator(WORKERS)  # the workers' seeds are drawn from it
+        return _Rest(self, self._newest, super().__iter__())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the loader is, in JSON's types."""
+        order = self._order
+        return {
+            "epoch": order.epoch, "position": order.position, "seed": order.seed, "num_data": order.num_data,
+            "batch_size": order.batch_size, "drop_last": self.drop_last, "shuffle": order.shuffle,
+        }  # fmt: skip
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on where a saved loader stopped. A state of one with another order is refused."""
+        here = self.state_dict()
+        if missing := [name for name in here if name not in state_dict]:
+            raise ValueError(f"this is not the state of a Loader: it has no {', '.join(missing)}")
+        wrong = [
+            f"{name} is {state_dict[name]!r} in the state and {mine!r} here"
+            for name, mine in here.items()
+            if name not in ("epoch", "position") and state_dict[name] != mine
+        ]
+        if wrong:
+            raise ValueError(f"the state is of a loader with another order: {', '.join(wrong)}")
+        epoch, position = (_whole(name, state_dict[name], 0) for name in ("epoch", "position"))
+        if position >= len(self):
+            raise ValueError(f"position must be less than {len(self)}, the batches of an epoch, got {position}")
+        self._order.epoch, self._order.position = epoch, position
+        self._newest += 1
+
+
+class _Order:
+    """The indices of the rest of the current epoch."""
+
+    def __init__(self, num_data: int, batch_size: int, shuffle: bool, seed: int) -> None:
+        self.num_data, self.batch_size, self.shuffle, self.seed = num_data, batch_size, shuffle, seed
+        self.epoch = self.position = 0
+
+    def __len__(self) -> int:
+        return self.num_data
+
+    def __iter__(self) -> Iterator[int]:
+        begin = self.position * self.batch_size
+        if not self.shuffle:
+            return iter(range(begin, self.num_data))
+        order = torch.randperm(self.num_data, generator=self.generator(ORDER), device="cpu")
+        return iter(order[begin:].tolist())
+
+    def generator(self, purpose: int) -> torch.Generator:
+        low, high = Key(self.seed).fold(self.epoch).fold(purpose).bits
+        device = torch.get_default_device() if purpose == WORKERS else "cpu"  # where torch draws the workers' seeds
+        return torch.Generator(device).manual_seed(low | high << 32)
+
+
+class _Rest:
+    """Hands out the rest of an epoch and counts."""
+
+    def __init__(self, loader: Loader, number: int, batches: Iterator[Any]) -> None:
+        self.loader, self.number, self.batches = loader, number, batches
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        loader, order = self.loader, self.loader._order
+        if self.number != loader._newest:
+            raise RuntimeError("this iterator has been overtaken: the loader was iterated anew, loaded or failed since")
+        try:
+            batch = next(self.batches)
+        except StopIteration:
+            raise
+        except BaseException:
+            loader._newest += 1  # torch would go on after the batch that failed; a new iterator begins with it
+            raise
+        epochs, order.position = divmod(order.position + 1, len(loader))
+        order.epoch += epochs
+        return batch
+
+
+def _length(dataset: Any) -> int:
+    if isinstance(dataset, IterableDataset) or not isinstance(dataset, Sized):
+        raise TypeError(
+            f"a Loader needs a dataset with a length and examples by index; {type(dataset).__name__} has no order to remember"
+        )
+    if len(dataset) == 0:
+        raise ValueError("the dataset is empty; a Loader needs at least one example")
+    return len(dataset)
+
+
+def _whole(name: str, value: Any, least: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or int(value) < least:
+        raise ValueError(f"{name} must be an integer, at least {least}, got {value!r}")
+    return int(value)

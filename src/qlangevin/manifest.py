@@ -1,0 +1,165 @@
+"""What a folder of samples holds: which tensors, in which format, drawn how, and what each file is known by.
+
+A manifest is JSON. Whatever it says is checked before it is used: it may have been written by anybody.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal, TypeAlias, get_args
+
+import torch
+
+from . import codes
+from .files import DTYPES, DamagedError, Digest, Spec, parse_json, sha256
+from .formats import BlockFloat, Format, parse
+
+__all__ = ["Kind", "Manifest", "Record", "TensorInfo"]
+
+VERSION = 1  # of the layout of the folder
+NAME = "qlangevin samples"
+
+Kind: TypeAlias = Literal["parameter", "buffer", "frozen"]
+NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """A tensor of the model: parameters and buffers are in every sample, frozen parameters are kept once."""
+
+    kind: Kind
+    shape: tuple[int, ...]
+    dtype: str
+    format: str | None = None  # codes of this format; None for the tensor as it is
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.format or self.dtype} {list(self.shape)}"
+
+    def parts(self, name: str) -> dict[str, Spec]:
+        """What a file holds of it."""
+        if self.format is None:
+            return {name: (NAMES[self.dtype], self.shape)}
+        format, count = parse(self.format), math.prod(self.shape)
+        shape = (-(-count // 2),) if format.storage_bits == 4 else self.shape
+        specs: dict[str, Spec] = {f"{name}.codes": (codes.DTYPES[format.storage_bits], shape)}
+        if isinstance(format, BlockFloat):
+            specs[f"{name}.exponents"] = (torch.int8, (format.block_count(torch.Size(self.shape)),))
+        return specs
+
+    @classmethod
+    def of(cls, value: Any) -> TensorInfo:
+        given = _object(value, "kind", "shape", "dtype", "format")
+        shape, format = given["shape"], given["format"]
+        require(given["kind"] in get_args(Kind) and given["dtype"] in NAMES, "a tensor is of no known kind or dtype")
+        require(isinstance(shape, list) and all(_is_count(n) for n in shape), "a tensor has no proper shape")
+        require(math.prod(max(n, 1) for n in shape) < 2**60, "a tensor is larger than any disk")
+        require(format is None or isinstance(format, str), "a format is not a name")
+        if format is not None:
+            parsed = _format(format)
+            require(str(parsed) == format and parsed.storage_bits < 32, f"{format!r} is not a format that is stored")
+            require(NAMES[given["dtype"]].is_floating_point, "codes stand for floating-point numbers only")
+        return cls(given["kind"], tuple(shape), given["dtype"], format)
+
+
+@dataclass(frozen=True)
+class Record:
+    """A file, and after how many steps of the sampler it was written."""
+
+    step: int | None
+    digest: Digest
+
+    @classmethod
+    def of(cls, value: Any) -> Record:
+        given = _object(value, "step", "bytes", "sha256")
+        require(given["step"] is None or _is_count(given["step"]), "a step is not a number")
+        digits = given["sha256"]
+        proper = isinstance(digits, str) and len(digits) == 64 and set(digits) <= set("0123456789abcdef")
+        require(_is_count(given["bytes"]) and proper, "a file has no proper size and checksum")
+        return cls(given["step"], Digest(given["bytes"], digits))
+
+    def as_json(self) -> dict[str, Any]:
+        return {"step": self.step, "bytes": self.digest.size, "sha256": self.digest.sha256}
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """All that is known of a store."""
+
+    library: str
+    tensors: Mapping[str, TensorInfo]
+    settings: Mapping[str, Any]  # of the sampler and the schedule, and the seed: words and numbers
+    frozen: Record | None = None
+    samples: tuple[Record, ...] = ()
+
+    def with_samples(self, samples: tuple[Record, ...]) -> Manifest:
+        return replace(self, samples=samples)
+
+    def to_json(self) -> bytes:
+        content = {
+            "store": NAME,
+            "version": VERSION,
+            "library": self.library,
+            "settings": self.settings,
+            "tensors": {name: asdict(info) | {"shape": list(info.shape)} for name, info in self.tensors.items()},
+            "frozen": self.frozen.as_json() if self.frozen else None,
+            "samples": [record.as_json() for record in self.samples],
+        }
+        return (json.dumps(content | {"sha256": _checksum(content)}, indent=1, allow_nan=False) + "\n").encode()
+
+    @classmethod
+    def from_json(cls, text: bytes) -> Manifest:
+        content = parse_json(text, "the manifest")
+        require(isinstance(content, dict) and content.get("store") == NAME, "it is not of a store of samples")
+        version = content.get("version")
+        require(version == VERSION, f"its version is {version!r}, this release of qlangevin reads version {VERSION}")
+        names = ("store", "version", "library", "settings", "tensors", "frozen", "samples", "sha256")
+        given = _object(content, *names)
+        require(given.pop("sha256") == _checksum(given), "its content is not what was written (SHA-256 differs)")
+        require(
+            isinstance(given["library"], str) and isinstance(given["settings"], dict), "it says nothing of its origin"
+        )
+        require(isinstance(given["tensors"], dict) and isinstance(given["samples"], list), "it lists no samples")
+        tensors = {name: TensorInfo.of(info) for name, info in given["tensors"].items()}
+        frozen = None if given["frozen"] is None else Record.of(given["frozen"])
+        require(
+            (frozen is not None) == any(t.kind == "frozen" for t in tensors.values()), "frozen tensors have no file"
+        )
+        parts = [part for name, info in tensors.items() for part in info.parts(name)]
+        require(len(set(parts)) == len(parts), "two tensors have one name")
+        return cls(given["library"], tensors, given["settings"], frozen, tuple(map(Record.of, given["samples"])))
+
+    def specs(self, *kinds: Kind) -> dict[str, Spec]:
+        """What a file with the tensors of these kinds holds."""
+        chosen = [info.parts(name) for name, info in self.tensors.items() if info.kind in kinds]
+        return {part: spec for parts in chosen for part, spec in parts.items()}
+
+
+def require(condition: bool, why: str) -> None:
+    if not condition:
+        raise DamagedError(f"the manifest is damaged: {why}")
+
+
+def _checksum(content: dict[str, Any]) -> str:
+    try:
+        return sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
+    except RecursionError:
+        raise DamagedError("the manifest is damaged: it is nested too deeply") from None
+
+
+def _object(value: Any, *names: str) -> dict[str, Any]:
+    require(isinstance(value, dict) and set(value) == set(names), f"an entry does not have just {', '.join(names)}")
+    return dict(value)
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**63
+
+
+def _format(name: str) -> Format:
+    try:
+        return parse(name)
+    except ValueError as error:
+        raise DamagedError(f"the manifest is damaged: {error}") from None

@@ -1,0 +1,348 @@
+"""Samples on disk, a byte a weight: a folder that survives its writer.
+
+    run/manifest.json              what the samples are of, and the checksum of every file
+    run/frozen.safetensors         frozen parameters, once
+    run/samples/000000.safetensors codes and exponents of the first sample, and its buffers
+
+A sample is in its place, synced, before the manifest that lists it is: a process that dies at any moment leaves the samples
+before that moment as they were. There is nothing in a store of when, where or how often interrupted it was written: the same
+chain gives the same bytes.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, overload
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from . import contents, files
+from .files import DamagedError
+from .locking import Lock
+from .manifest import Manifest, Record
+from .origin import differences, settings_of, steps_of
+from .qtensor import QTensor
+from .version import __version__
+
+__all__ = ["Sample", "SampleStore"]
+
+MANIFEST, FROZEN, FOLDER = "manifest.json", "frozen.safetensors", "samples"
+
+
+class Sample(Mapping[str, Tensor]):
+    """One sample: its tensors by name, mapped into memory when first asked for; packed parameters are `QTensor`s."""
+
+    def __init__(self, store: SampleStore, index: int, record: Record) -> None:
+        self.index, self.step, self.nbytes = index, record.step, record.digest.size
+        self.store, self._record = store, record
+        self._tensors: dict[str, Tensor] | None = None
+
+    @property
+    def tensors(self) -> Mapping[str, Tensor]:
+        if self._tensors is None:
+            self._tensors = self.store._load(self.index, self._record)
+        return self._tensors
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.tensors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.store.manifest.tensors)
+
+    def __len__(self) -> int:
+        return len(self.store.manifest.tensors)
+
+    __eq__, __hash__ = object.__eq__, object.__hash__  # not tensor by tensor
+
+    def __repr__(self) -> str:
+        return f"Sample({self.index} of {self.store.path}, step {self.step}, {self.nbytes} bytes)"
+
+    def decode(self, device: torch.device | str | None = None) -> dict[str, Tensor]:
+        """The tensors as plain ones; codes move to the device before they are decoded."""
+        moved = {name: t.to(device) for name, t in self.items()}
+        return {name: t.decode() if isinstance(t, QTensor) else t for name, t in moved.items()}
+
+    def load_into(self, model: nn.Module) -> None:
+        """Make these the weights and buffers of a model, packed or not."""
+        contents.check_fits(model, self.store.manifest.tensors, repr(self))
+        contents.load_into(model, self)
+
+
+class SampleStore(Sequence[Sample]):
+    """A folder of samples, which is a sequence of them. One process may write, any number may read, also while it grows.
+
+    Made by `create` or `open`; a writer is a context manager, which gives the folder free at its end.
+    """
+
+    def __init__(self, path: Path, manifest: Manifest, lock: Lock | None = None) -> None:
+        self.path, self.manifest, self._lock = path, manifest, lock
+        self._stamp = self._look() if lock is None else None
+        self._sampler: Optimizer | None = None
+        self._intact: dict[int, Record] = {}
+        self._frozen: dict[str, Tensor] | None = None
+        self._versions: dict[str, int] = {}
+
+    # ---- making and opening
+
+    @classmethod
+    def create(
+        cls,
+        path: str | os.PathLike[str],
+        model: nn.Module,
+        sampler: Optimizer | None = None,
+        schedule: LRScheduler | None = None,
+        *,
+        resume: bool = False,
+    ) -> SampleStore:
+        """A new store for samples of a model.
+
+        Args:
+            path: the folder.
+            model: whose parameters and persistent buffers make a sample.
+            sampler: knows the formats of parameters that are not packed, and how many steps a sample has had.
+            schedule: its settings are noted.
+            resume: go on with the store that is there, if it is of the same model, sampler and schedule.
+        """
+        path, settings = Path(path), settings_of(sampler, schedule)
+        tensors = contents.describe(model, sampler)
+        new = Manifest(__version__, tensors, settings)
+        path.mkdir(parents=True, exist_ok=True)
+        lock = Lock(path)
+        try:
+            there = (path / MANIFEST).exists()
+            if there and not resume:
+                raise FileExistsError(
+                    f"{path} holds a store already; create(..., resume=True) goes on with it, open(..., write=True) adds to it"
+                )
+            if not there and any((path / FOLDER).glob("*.safetensors")):
+                raise FileExistsError(
+                    f"{path} holds samples, but no manifest that describes them; choose another folder"
+                )
+            store = cls._resumed(path, new, lock) if there else cls._begun(path, new, model, lock)
+        except BaseException:
+            lock.release()
+            raise
+        store._sampler = sampler
+        return store
+
+    @classmethod
+    def _begun(cls, path: Path, manifest: Manifest, model: nn.Module, lock: Lock) -> SampleStore:
+        (path / FOLDER).mkdir(exist_ok=True)
+        frozen = {name: info for name, info in manifest.tensors.items() if info.kind == "frozen"}
+        if frozen:
+            digest = files.write(path / FROZEN, files.tensor_parts(contents.gather(model, frozen)))
+            manifest = Manifest(manifest.library, manifest.tensors, manifest.settings, Record(None, digest))
+        files.write(path / MANIFEST, [manifest.to_json()])
+        return cls(path, manifest, lock)
+
+    @classmethod
+    def _resumed(cls, path: Path, new: Manifest, lock: Lock) -> SampleStore:
+        store = cls._writer(path, lock)
+        old = store.manifest
+        if old.tensors != new.tensors:
+            names = [*old.tensors, *(name for name in new.tensors if name not in old.tensors)]
+            odd = [n for n in names if old.tensors.get(n) != new.tensors.get(n)]
+            pairs = "; ".join(f"{n!r} is {old.tensors.get(n)} there, now {new.tensors.get(n)}" for n in odd[:5])
+            raise ValueError(f"the store in {path} is of another model or sampler: {pairs}")
+        if old.settings != new.settings:
+            odd = differences(old.settings, new.settings)
+            raise ValueError(f"the store in {path} was begun with other settings: {'; '.join(odd)}")
+        return store
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str], *, write: bool = False) -> SampleStore:
+        """A store that is there, to be read; with ``write``, also to be added to."""
+        path = Path(path)
+        if not path.is_dir():
+            raise FileNotFoundError(f"there is no store in {path}: no such folder")
+        if not (path / MANIFEST).exists():
+            raise FileNotFoundError(f"there is no store in {path}: it has no {MANIFEST}")
+        if not write:
+            return cls(path, cls._read(path))
+        lock = Lock(path)
+        try:
+            return cls._writer(path, lock)
+        except BaseException:
+            lock.release()
+            raise
+
+    @classmethod
+    def _read(cls, path: Path) -> Manifest:
+        try:
+            return Manifest.from_json(files.read(path / MANIFEST, "the manifest"))
+        except DamagedError as error:
+            raise DamagedError(f"{path}: {error}") from None
+
+    @classmethod
+    def _writer(cls, path: Path, lock: Lock) -> SampleStore:
+        store = cls(path, cls._read(path), lock)
+        (path / FOLDER).mkdir(exist_ok=True)
+        store._tidy()
+        return store
+
+    def _tidy(self) -> None:
+        """Remove what a writer that was killed left behind: files half written, or written and not listed."""
+        for folder in (self.path, self.path / FOLDER):
+            for file in folder.glob(".*.tmp"):
+                file.unlink()
+        for file in (self.path / FOLDER).iterdir():
+            match = re.fullmatch(r"(\d{6,})\.safetensors", file.name)
+            if match and int(match[1]) >= len(self.manifest.samples):
+                file.unlink()
+
+    def close(self) -> None:
+        """Let others write. Reading goes on."""
+        if self._lock is not None:
+            self._lock.release()
+
+    def __enter__(self) -> SampleStore:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+    # ---- writing
+
+    def append(self, model: nn.Module, step: int | None = None) -> Sample:
+        """Add the model as it is now. It is on the disk when this returns; if it raises, nothing has changed.
+
+        ``step`` says after how many steps; by default the sampler the store was created with is asked.
+        """
+        self._require_lock()
+        contents.check_fits(model, self.manifest.tensors, f"the store in {self.path}", formats=True)
+        self._check_frozen(model)
+        varying = {name: info for name, info in self.manifest.tensors.items() if info.kind != "frozen"}
+        index = len(self.manifest.samples)
+        if step is None and self._sampler is not None:
+            step = steps_of(self._sampler)
+        try:
+            digest = files.write(self._file(index), files.tensor_parts(contents.gather(model, varying)))
+            record = Record(step, digest)
+            self._publish((*self.manifest.samples, record))
+        except OSError as error:
+            raise OSError(
+                error.errno,
+                f"{error.strerror}: sample {index} was not stored; the {index} before it are safe",
+                str(self.path),
+            ) from error
+        self._intact[index] = record
+        return self[index]
+
+    def truncate(self, count: int) -> None:
+        """Keep the first samples only. `load_checkpoint` does this: what came after a checkpoint will be drawn again."""
+        self._require_lock()
+        if not 0 <= count <= len(self.manifest.samples):
+            raise ValueError(
+                f"count must be between 0 and {len(self.manifest.samples)}, the samples there are, got {count}"
+            )
+        if count < len(self.manifest.samples):
+            self._publish(self.manifest.samples[:count])
+            self._tidy()
+
+    def _publish(self, samples: tuple[Record, ...]) -> None:
+        manifest = self.manifest.with_samples(samples)
+        files.write(self.path / MANIFEST, [manifest.to_json()])
+        self.manifest = manifest
+        self._intact = {i: record for i, record in self._intact.items() if i < len(samples) and samples[i] == record}
+
+    def _require_lock(self) -> None:
+        if self._lock is None:
+            raise PermissionError(
+                f"the store in {self.path} is open for reading; SampleStore.open(..., write=True) to write"
+            )
+        if not self._lock.held:
+            raise PermissionError(
+                f"the store in {self.path} is closed, or was opened by the process this one was forked from"
+            )
+
+    def _check_frozen(self, model: nn.Module) -> None:
+        """Frozen parameters are stored once, so they must still be what they were; compared when torch says they may not be."""
+        for name, t in contents.named_tensors(model).items():
+            if self.manifest.tensors[name].kind == "frozen" and self._versions.get(name) != t._version:
+                if not torch.equal(t.detach().cpu(), self._frozen_tensors()[name]):
+                    raise ValueError(f"{name!r} is frozen, but has changed since the store was created")
+                self._versions[name] = t._version
+
+    # ---- reading
+
+    def __len__(self) -> int:
+        self._refresh()
+        return len(self.manifest.samples)
+
+    @overload
+    def __getitem__(self, index: int) -> Sample: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Sample]: ...
+    def __getitem__(self, index: int | slice) -> Sample | list[Sample]:
+        count = len(self)
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(count))]
+        if not -count <= index < count:
+            raise IndexError(f"sample {index} of a store with {count}")
+        return Sample(self, index % count, self.manifest.samples[index % count])
+
+    def __repr__(self) -> str:
+        return f"SampleStore({str(self.path)!r}, {len(self)} samples, {self.nbytes} bytes)"
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """How the samples were drawn: settings of the sampler and the schedule, and the seed."""
+        return self.manifest.settings
+
+    @property
+    def nbytes(self) -> int:
+        """All that the samples take on the disk, without the manifest."""
+        records = [*self.manifest.samples, *([self.manifest.frozen] if self.manifest.frozen else [])]
+        return sum(record.digest.size for record in records)
+
+    def verify(self) -> None:
+        """Read every file, and raise a DamagedError that names all that are not what was written."""
+        self._refresh()
+        found, self._frozen, self._intact = [], None, {}
+        for i, record in enumerate(self.manifest.samples):
+            try:
+                self._load(i, record)
+            except (DamagedError, OSError) as error:
+                found.append(str(error))
+        if found:
+            good = len(self.manifest.samples) - len(found)
+            raise DamagedError("; ".join(found) + f". The other {good} samples of {self.path} are as they were written")
+
+    def _file(self, index: int) -> Path:
+        return self.path / FOLDER / f"{index:06d}.safetensors"
+
+    def _look(self) -> tuple[int, ...]:
+        about = os.stat(self.path / MANIFEST)
+        return about.st_ino, about.st_mtime_ns, about.st_size
+
+    def _refresh(self) -> None:
+        """A reader sees what has been added since; a writer is the one who adds."""
+        if self._stamp is not None and (stamp := self._look()) != self._stamp:
+            self.manifest, self._stamp = self._read(self.path), stamp
+
+    def _load(self, index: int, record: Record) -> dict[str, Tensor]:
+        what = f"sample {index} of {self.path}"
+        specs = self.manifest.specs("parameter", "buffer")
+        intact = self._intact.get(index) == record  # hashed once
+        parts = files.map_tensors(self._file(index), specs, record.digest, what, check=not intact)
+        varying = {name: info for name, info in self.manifest.tensors.items() if info.kind != "frozen"}
+        tensors = contents.assemble(parts, varying, what) | self._frozen_tensors()
+        self._intact[index] = record
+        return {name: tensors[name] for name in self.manifest.tensors}
+
+    def _frozen_tensors(self) -> dict[str, Tensor]:
+        if self._frozen is None:
+            self._frozen = {}
+            if self.manifest.frozen is not None:
+                what = f"{FROZEN} of {self.path}"
+                specs = self.manifest.specs("frozen")
+                parts = files.map_tensors(self.path / FROZEN, specs, self.manifest.frozen.digest, what)
+                chosen = {name: info for name, info in self.manifest.tensors.items() if info.kind == "frozen"}
+                self._frozen = contents.assemble(parts, chosen, what)
+        return self._frozen
