@@ -10,7 +10,7 @@ import json
 import sys
 from dataclasses import asdict, dataclass
 from types import ModuleType
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import tyro
 from rich import box
@@ -19,11 +19,11 @@ from rich.table import Table
 
 from qlangevin import native
 
-from . import agreement, coarsening, memory, quantizers, rivals, steps, training, whole
+from . import agreement, averaging, coarsening, memory, quantizers, rivals, steps, storage, training, whole
 from .timing import Row, machine
 
-Part = Literal["steps", "quantizers", "training", "memory", "whole", "agreement", "coarsening"]
-PARTS: tuple[Part, ...] = ("steps", "quantizers", "training", "memory", "whole", "agreement", "coarsening")
+Part = Literal["steps", "quantizers", "training", "memory", "storage", "averaging", "whole", "agreement", "coarsening"]
+PARTS: tuple[Part, ...] = get_args(Part)
 
 
 @dataclass(frozen=True)
@@ -95,6 +95,10 @@ def timings(options: Options, qtorch: ModuleType | None, console: Console) -> li
             rows += training.run(400 * scale, options.quick)
         elif part == "memory" and native.available:
             rows += memory.run(options.quick)
+        elif part == "storage":
+            rows += storage.run(60 * scale, options.quick)
+        elif part == "averaging":
+            rows += averaging.run(60 * scale, options.quick)
         elif part == "whole":
             rows += whole.run(2 if options.quick else 7)
     for group in dict.fromkeys(row.group for row in rows):

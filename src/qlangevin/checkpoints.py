@@ -10,6 +10,8 @@ import copy
 import json
 import os
 from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,8 +20,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from . import contents, files, lowering
-from .files import DamagedError
-from .manifest import TensorInfo
+from .files import DTYPES, DamagedError
+from .manifest import TensorInfo, is_count
 from .store import SampleStore
 from .trees import flatten, random_state, set_random_state, unflatten
 from .version import __version__
@@ -28,6 +30,7 @@ __all__ = ["load_checkpoint", "save_checkpoint"]
 
 VERSION = 1
 FILE = "checkpoint.safetensors"
+MODEL = "model."  # before the names of the model's tensors
 
 
 class Stateful(Protocol):
@@ -56,21 +59,21 @@ def save_checkpoint(
         counters: whatever else: numbers, words, tensors, and lists, tuples and dicts of them.
     """
     tensors, info = dict[str, Tensor](), contents.describe(model)
-    states = {name: s.state_dict() for name, s in _named(sampler, schedule, loader).items()}
+    given = _named(sampler, schedule, loader)
     about = {
         "checkpoint": VERSION,
         "library": __version__,
-        "tensors": {name: [t.kind, list(t.shape), t.dtype, t.format] for name, t in info.items()},
+        "tensors": {name: asdict(t) for name, t in info.items()},
         "layers": lowering.state_dict(contents.unwrapped(model)),
-        "states": flatten(states, tensors, "states"),
+        "classes": {name: type(component).__name__ for name, component in given.items()},
+        "states": flatten({name: c.state_dict() for name, c in given.items()}, tensors, "states"),
         "random": flatten(random_state(), tensors, "random"),
         "samples": None if store is None else len(store),
         "counters": flatten(counters, tensors, "counters"),
     }
-    parts = {f"model.{name}": t for name, t in contents.gather(model, info).items()}
-    text, memory = json.dumps(about, separators=(",", ":")), files.tensor_parts(parts | tensors)[1:]
-    metadata = {"qlangevin": text, "sha256": files.sha256(text.encode(), *memory)}
-    files.write(_file(path), files.tensor_parts(parts | tensors, metadata))
+    parts = tensors | {f"{MODEL}{name}": t for name, t in contents.gather(model, info).items()}
+    text = json.dumps(about, separators=(",", ":"))
+    files.write(_file(path), files.tensor_parts(parts, {"qlangevin": text, "sha256": _hash(parts, text)}))
 
 
 def load_checkpoint(
@@ -101,34 +104,68 @@ def load_checkpoint(
         if store is not None:
             store.truncate(0)
         return {}
-    what = f"the checkpoint {file}"
-    about, tensors = _read(file, what)
-    parts = {name.removeprefix("model."): t for name, t in tensors.items() if name.startswith("model.")}
-    try:
-        info = {name: TensorInfo.of(dict(zip(_FIELDS, t, strict=True))) for name, t in about["tensors"].items()}
-        values = contents.assemble(parts, info, what)
-        states, random, counters = (unflatten(about[name], tensors) for name in ("states", "random", "counters"))
-        samples, layers = about["samples"], about["layers"]
-    except (KeyError, TypeError, AttributeError) as error:
-        raise DamagedError(f"{what} is damaged: {error!r}") from None
-    contents.check_fits(model, info, what, formats=True)
+    saved, here = _read(file), contents.describe(model)
     given = _named(sampler, schedule, loader)
-    if lost := [name for name in given if name not in states]:
-        raise ValueError(f"{what} was saved without the {lost[0]}")
-    if store is not None and (samples is None or samples > len(store)):
-        raise ValueError(f"{what} was saved with {samples} samples in its store, but {store.path} has {len(store)}")
-    lowering.check_state(contents.unwrapped(model), layers)
-    _load_all(given, states)
-    contents.load_into(model, values)
-    lowering.load_state_dict(contents.unwrapped(model), layers)
-    if sampler is not None:
-        set_random_state(random)
+    contents.check_fits(model, saved.info, saved.what, formats=True)
+    if sampler is not None and (odd := [name for name in here if here[name].format != saved.info[name].format]):
+        raise ValueError(f"{saved.what} is of a model packed as {saved.info[odd[0]].format}, not {here[odd[0]].format}")
+    for name, component in given.items():
+        kind, known = type(component).__name__, saved.classes.get(name)
+        if kind != known:
+            raise ValueError(
+                f"{saved.what} was saved {f'with a {known} as' if known else 'without a'} {name}, not {kind}"
+            )
     if store is not None:
-        store.truncate(samples)
-    return dict(counters)
+        store.require_writable()
+        if saved.samples is None:
+            raise ValueError(f"{saved.what} was saved without a store")
+        if saved.samples > len(store):
+            raise ValueError(f"{saved.what} comes after {saved.samples} samples, but {store.path} has {len(store)}")
+    _load(saved, contents.unwrapped(model), given)
+    if store is not None and saved.samples is not None:
+        store.truncate(saved.samples)
+    return saved.counters
 
 
-_FIELDS = ("kind", "shape", "dtype", "format")
+def _load(saved: Saved, model: nn.Module, given: Mapping[str, Stateful]) -> None:
+    """Load everything, or nothing: if one part refuses, those before it go back to where they were."""
+    lowering.check_state(model, saved.layers)
+    with ExitStack() as undo:
+        for name, component in given.items():
+            undo.callback(component.load_state_dict, copy.copy(component.state_dict()))
+            component.load_state_dict(saved.states[name])
+        if "sampler" in given:
+            undo.callback(set_random_state, random_state())
+            try:
+                set_random_state(saved.random)
+            except Exception as error:
+                raise DamagedError(f"{saved.what} is damaged: no state of random generators ({error})") from None
+        undo.pop_all()
+    contents.load_into(model, saved.values)
+    lowering.load_state_dict(model, saved.layers)
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What is in a checkpoint, checked."""
+
+    what: str
+    info: dict[str, TensorInfo]
+    values: dict[str, Tensor]
+    layers: dict[str, int]
+    classes: dict[str, str]
+    states: dict[str, dict[str, Any]]
+    random: dict[str, Any]
+    samples: int | None
+    counters: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        objects: tuple[Any, ...] = (self.layers, self.classes, self.states, self.random, self.counters)
+        good = all(isinstance(each, dict) and all(isinstance(name, str) for name in each) for each in objects)
+        good = good and all(isinstance(state, dict) for state in self.states.values())
+        good = good and all(is_count(n) for n in (*self.layers.values(), self.samples or 0))
+        if not good or self.classes.keys() != self.states.keys():
+            raise TypeError("an entry is of another kind than it should be")
 
 
 def _named(sampler: Any, schedule: Any, loader: Any) -> dict[str, Stateful]:
@@ -137,36 +174,50 @@ def _named(sampler: Any, schedule: Any, loader: Any) -> dict[str, Stateful]:
     return {name: component for name, component in all_three.items() if component is not None}
 
 
-def _load_all(given: Mapping[str, Stateful], states: Mapping[str, Any]) -> None:
-    """Load each, or none: those that came before one that refuses go back to where they were."""
-    done: list[tuple[Stateful, dict[str, Any]]] = []
-    try:
-        for name, component in given.items():
-            done.append((component, {} if name == "sampler" else copy.deepcopy(component.state_dict())))
-            component.load_state_dict(states[name])
-    except BaseException:
-        for component, before in done[:-1]:
-            component.load_state_dict(before)
-        raise
+def _hash(parts: Mapping[str, Tensor], text: str) -> str:
+    """Of all there is: the file that would be written if the hash were not in it."""
+    return files.sha256(files.tensor_parts(parts, {"qlangevin": text}))()
 
 
 def _file(path: str | os.PathLike[str]) -> Path:
     return Path(path) / FILE if Path(path).is_dir() else Path(path)
 
 
-def _read(file: Path, what: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The JSON of a checkpoint and its tensors, mapped."""
-    with files.library(what), files.opened(file, what) as mapped:
-        start = 8 + files.header_length(mapped, what)
-        with safe_open(file, framework="pt") as opened:
-            metadata = opened.metadata() or {}
-            text = metadata.get("qlangevin", "")
-            with memoryview(mapped) as everything, everything[start:] as memory:
-                if metadata.get("sha256") != files.sha256(text.encode(), memory):
-                    raise DamagedError(f"{what} is damaged: its content is not what was written (SHA-256 differs)")
-            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+def _open(file: Path, what: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The JSON of a checkpoint and its tensors, mapped, if they are what was written."""
+    with files.opened(file, what) as mapped:
+        files.header_length(mapped, what)
+    with files.library(what), safe_open(file, framework="pt") as opened:
+        metadata = opened.metadata() or {}
+        tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    text = metadata.get("qlangevin", "")
+    if any(t.dtype not in DTYPES for t in tensors.values()) or metadata.get("sha256") != _hash(tensors, text):
+        raise DamagedError(f"{what} is damaged: its content is not what was written (SHA-256 differs)")
     about = files.parse_json(text, what)
     version = about.get("checkpoint") if isinstance(about, dict) else None
     if version != VERSION:
         raise DamagedError(f"{what} has version {version!r}; this release of qlangevin reads version {VERSION}")
     return about, tensors
+
+
+def _read(file: Path) -> Saved:
+    what = f"the checkpoint {file}"
+    about, tensors = _open(file, what)
+    try:
+        info = {name: TensorInfo.of(t) for name, t in about["tensors"].items()}
+        parts = {name.removeprefix(MODEL): t for name, t in tensors.items() if name.startswith(MODEL)}
+        specs = {part: spec for name, each in info.items() for part, spec in each.parts(name).items()}
+        files.check_same({name: (t.dtype, tuple(t.shape)) for name, t in parts.items()}, specs, what)
+        return Saved(
+            what=what,
+            info=info,
+            values=contents.assemble(parts, info, what),
+            layers=about["layers"],
+            classes=about["classes"],
+            states=unflatten(about["states"], tensors),
+            random=unflatten(about["random"], tensors),
+            samples=about["samples"],
+            counters=unflatten(about["counters"], tensors),
+        )
+    except (KeyError, TypeError, AttributeError) as error:
+        raise DamagedError(f"{what} is damaged: {error}") from None

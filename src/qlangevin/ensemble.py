@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
+from torch.nn.utils.rnn import PackedSequence
 
 from . import lowering
 from .contents import unwrapped
@@ -37,51 +38,51 @@ class Ensemble:
         kinds = {type(module) for module in self.model.modules()}
         self.recurrent = any(issubclass(kind, nn.RNNBase) for kind in kinds)
         self.convolves = any(issubclass(kind, nn.modules.conv._ConvNd) for kind in kinds)
+        self.buffers = {name for name, _ in self.model.named_buffers()}
         self.vectorize = vectorize
-        self.can_vectorize: bool | None = None  # nobody knows yet
+        self.refused = False  # to be vectorized
         self.kept: Tensors | None = None
 
     def outputs(self, inputs: Sequence[Any]) -> Iterator[tuple[int, Tensor]]:
         """(i, outputs of some samples for inputs[i]), (sample, example, ...), until all samples have been there for all i."""
         with torch.no_grad(), evaluating(self.model):
-            at_once = [i for i, x in enumerate(inputs) if self._at_once(x)]
+            at_once = self._all_at_once({i: x for i, x in enumerate(inputs) if self._at_once(x)})
+            for i, found in at_once.items():
+                yield from ((i, y) for y in found)
             singly = [i for i in range(len(inputs)) if i not in at_once]
-            if at_once:
-                for stack in self._stacks():
-                    for i in at_once:
-                        yield from ((i, y) for y in self._stacked(stack, inputs[i]))
             for s in range(self.count if singly else 0):
                 tensors = self.decode(s)
                 for i in singly:
                     yield i, self._run(tensors, inputs[i]).unsqueeze(0)
+                del tensors  # before the next is decoded
 
     def _at_once(self, x: Any) -> bool:
-        """Whether these inputs go through with many samples at a time."""
+        """Whether these inputs are to go through with many samples at a time."""
         if self.vectorize is not None:
             return self.vectorize
         first = next(iter(tensors_in(x)), None)
-        if self.count < 2 or self.recurrent or first is None or self.weights > STACK // 2:
+        if self.count < 2 or self.recurrent or self.refused or first is None or self.weights > STACK // 2:
             return False
         work = self.weights * (first.shape[0] if first.dim() else 1)
-        if work > WORK or (self.convolves and first.numel() > CONVOLVED):
-            return False
-        if self.can_vectorize is None:
-            self.can_vectorize = self._try_two(x)
-        return self.can_vectorize
+        return work <= WORK and not (self.convolves and first.numel() > CONVOLVED)
 
-    def _try_two(self, x: Any) -> bool:
-        """Not every model can: what depends on the value of a weight, or has no batched form, has to be run singly."""
-        two = {name: torch.stack((t, t)) for name, t in self.decode(0).items()}
-        torch_loops: Any = torch._C._functorch
-        before = torch_loops._is_vmap_fallback_enabled()
-        torch_loops._set_vmap_fallback_enabled(False)  # which would run them singly too, and warn
-        try:
-            list(self._stacked(two, x))
-        except Exception:
-            return False
-        finally:
-            torch_loops._set_vmap_fallback_enabled(before)
-        return True
+    def _all_at_once(self, inputs: dict[int, Any]) -> dict[int, list[Tensor]]:
+        """The outputs for these inputs; without those of a model that turns out not to be able to.
+
+        What depends on the value of a weight, or has no batched form, has to be run singly.
+        """
+        found: dict[int, list[Tensor]] = {i: [] for i in inputs}
+        with looping_allowed(self.vectorize is not None):
+            try:
+                for stack in self._stacks() if inputs else ():
+                    for i, x in inputs.items():
+                        found[i] += self._stacked(stack, x)
+            except Exception:
+                if self.vectorize:
+                    raise
+                self.refused, self.kept = True, None
+                return {}
+        return found
 
     def _stacks(self) -> Iterator[Tensors]:
         """The weights of as many samples at a time as there is room for; kept if that is all of them."""
@@ -106,17 +107,41 @@ class Ensemble:
 
     def _run(self, tensors: Tensors, x: Any) -> Tensor:
         args, kwargs = inputs_of(x)
-        output = functional_call(self.model, dict(tensors), args, kwargs)
-        if not isinstance(output, Tensor):
-            raise TypeError(f"the model must return a tensor, got {type(output).__name__}; wrap it in one that does")
+        own = {
+            name: t.clone() if name in self.buffers else t for name, t in tensors.items()
+        }  # buffers may be written to
+        versions = [t._version for t in tensors_in(x)]
+        output = functional_call(self.model, own, args, kwargs)
+        if [t._version for t in tensors_in(x)] != versions:
+            raise ValueError(
+                "the model changes its input in place, so that the next sample would see another; let it copy"
+            )
+        if not isinstance(output, Tensor) or not output.dtype.is_floating_point:
+            kind = output.dtype if isinstance(output, Tensor) else type(output).__name__
+            raise TypeError(
+                f"the model must return a tensor of floating-point numbers, got {kind}; wrap it in one that does"
+            )
         return output
+
+
+@contextmanager
+def looping_allowed(allowed: bool) -> Iterator[None]:
+    """Whether vmap may do in a loop, with a warning, what has no batched form."""
+    switch: Any = torch._C._functorch
+    before = switch._is_vmap_fallback_enabled()
+    switch._set_vmap_fallback_enabled(allowed and before)
+    try:
+        yield
+    finally:
+        switch._set_vmap_fallback_enabled(before)
 
 
 def inputs_of(x: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """What a model is called with: a tensor, a tuple of arguments, or a dict of named ones."""
     if isinstance(x, Mapping):
         return (), dict(x)
-    return (tuple(x), {}) if isinstance(x, (list, tuple)) else ((x,), {})
+    several = isinstance(x, (list, tuple)) and not isinstance(x, PackedSequence)
+    return (tuple(x), {}) if several else ((x,), {})
 
 
 def tensors_in(x: Any) -> list[Tensor]:
@@ -126,13 +151,15 @@ def tensors_in(x: Any) -> list[Tensor]:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Within this context the model is in evaluation; afterwards every part of it is in the mode it was in."""
-    modes = [(module, module.training) for module in model.modules()]
+    """Within this context the model is in evaluation; afterwards every part of it is as it was, whatever it has noted."""
+    before = [(module, module.training, module.__dict__.copy()) for module in model.modules()]
     model.eval()
     try:
         yield
     finally:
-        for module, training in modes:
+        for module, training, attributes in before:
+            module.__dict__.clear()
+            module.__dict__.update(attributes)
             module.training = training
 
 
@@ -145,9 +172,10 @@ def reestimated(model: nn.Module, tensors: Tensors, batches: Iterator[Any]) -> d
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.track_running_stats
     }
     blank = {
-        f"{name}.{kind}": torch.zeros_like(tensors[f"{name}.{kind}"])
+        full: torch.zeros_like(tensors[full])
         for name in norms
         for kind in ("running_mean", "running_var", "num_batches_tracked")
+        if (full := f"{name}.{kind}".lstrip("."))
     }
     momenta, counts = {name: module.momentum for name, module in norms.items()}, lowering.state_dict(model)
     with evaluating(model):
@@ -163,6 +191,6 @@ def reestimated(model: nn.Module, tensors: Tensors, batches: Iterator[Any]) -> d
             lowering.load_state_dict(model, counts)
             for name, module in norms.items():
                 module.momentum = momenta[name]
-    if norms and not all(int(blank[f"{name}.num_batches_tracked"]) for name in norms):
+    if not all(int(count) for name, count in blank.items() if name.endswith("num_batches_tracked")):
         raise ValueError("batch_norm must be a loader that gives batches each time it is gone through; it gave none")
     return blank

@@ -16,8 +16,8 @@ import mmap
 import os
 import stat
 import struct
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -30,7 +30,7 @@ __all__ = ["DamagedError", "Digest", "Spec", "map_tensors", "parse_json", "read"
 
 HEADER_LIMIT = 100_000_000  # bytes; the format's own
 JSON_LIMIT = 256_000_000
-LARGE = 1 << 20  # bytes from which a thread of its own pays for hashing
+PIECE = 1 << 22  # bytes that are hashed in one go; several can be at the same time
 
 Bytes: TypeAlias = bytes | memoryview
 Spec: TypeAlias = tuple[torch.dtype, tuple[int, ...]]  # of a stored tensor
@@ -41,6 +41,7 @@ DTYPES: dict[torch.dtype, str] = {
     torch.float16: "F16", torch.bfloat16: "BF16", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8",
     torch.bool: "BOOL", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
 }  # fmt: skip
+NOT_NUMPYS = (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 class DamagedError(ValueError):
@@ -71,28 +72,48 @@ def write(path: Path, parts: Sequence[Bytes]) -> Digest:
 
 
 def _write_and_hash(file: Any, parts: Sequence[Bytes]) -> Digest:
-    def save() -> None:
+    with ThreadPoolExecutor(2) as pool:  # hashing and the disk both let go of the interpreter
+        hashed = sha256(parts, pool)
         for part in parts:
             left = memoryview(part)
             while left:
                 left = left[file.write(left) :]
         os.fsync(file.fileno())
-
-    size = sum(memoryview(part).nbytes for part in parts)
-    if size < LARGE:
-        save()
-        return Digest(size, sha256(*parts))
-    with ThreadPoolExecutor(1) as pool:  # both let go of the interpreter; waiting for the disk is the longer of the two
-        hashed = pool.submit(sha256, *parts)
-        save()
-        return Digest(size, hashed.result())
+        return Digest(sum(map(len, parts)), hashed())
 
 
-def sha256(*parts: Bytes | mmap.mmap) -> str:
+def sha256(parts: Sequence[Bytes], pool: Executor | None = None) -> Callable[[], str]:
+    """The SHA-256 of a file's bytes; of a file longer than a piece, the SHA-256 of those of its pieces.
+
+    Pieces are hashed in the threads of a pool while something else is done; what is returned waits for the result.
+    """
+    pieces = list(_cut(parts))
+    if pool is None or len(pieces) == 1:
+        digests = [_hash(piece) for piece in pieces]
+        return lambda: (digests[0] if len(digests) == 1 else _hash(digests)).hex()
+    waiting = [pool.submit(_hash, piece) for piece in pieces]
+    return lambda: _hash([each.result() for each in waiting]).hex()
+
+
+def _hash(parts: Sequence[Bytes]) -> bytes:
     total = hashlib.sha256()
     for part in parts:
         total.update(part)
-    return total.hexdigest()
+    return total.digest()
+
+
+def _cut(parts: Sequence[Bytes]) -> Iterator[list[Bytes]]:
+    """A file that is given in parts, in pieces of `PIECE` bytes; an empty file is one piece."""
+    piece: list[Bytes] = []
+    room = PIECE
+    for part in parts:
+        left = memoryview(part)
+        while len(left) > room:
+            yield [*piece, left[:room]]
+            left, piece, room = left[room:], [], PIECE
+        piece.append(left)
+        room -= len(left)
+    yield piece
 
 
 def sync_folder(folder: Path) -> None:
@@ -121,8 +142,10 @@ def tensor_parts(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | No
 
 
 def _memory(t: Tensor) -> memoryview:
-    array: Any = t.detach().reshape(-1).view(torch.uint8).numpy()
-    return memoryview(array)
+    if t.numel() == 0:
+        return memoryview(b"")
+    array: Any = (t.reshape(-1).view(torch.uint8) if t.dtype in NOT_NUMPYS else t).numpy()
+    return memoryview(array).cast("B")
 
 
 @contextmanager
@@ -141,11 +164,16 @@ def opened(path: Path, what: str, digest: Digest | None = None) -> Iterator[mmap
             expected = f", {digest.size} were written" if digest is not None else ""
             raise DamagedError(f"{what} is damaged: {path} has {about.st_size} bytes{expected}")
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
-            if digest is not None and sha256(mapped) != digest.sha256:
+            if digest is not None and not _is(mapped, digest):
                 raise DamagedError(
                     f"{what} is damaged: the content of {path} is not what was written (SHA-256 differs)"
                 )
             yield mapped
+
+
+def _is(mapped: mmap.mmap, digest: Digest) -> bool:
+    with memoryview(mapped) as everything, ThreadPoolExecutor(2) as pool:
+        return sha256([everything], pool)() == digest.sha256
 
 
 def read(path: Path, what: str, limit: int = JSON_LIMIT) -> bytes:
@@ -198,11 +226,14 @@ def map_tensors(
         for name in file.keys():  # noqa: SIM118
             part = file.get_slice(name)
             found[name] = (part.get_dtype(), tuple(part.get_shape()))
-        wanted = {name: (DTYPES[dtype], shape) for name, (dtype, shape) in specs.items()}
-        if found != wanted:
-            odd = sorted(name for name in found.keys() | wanted.keys() if found.get(name) != wanted.get(name))
-            raise DamagedError(f"{what} is damaged: {path} does not hold what the manifest says, see {odd[:3]}")
+        check_same(found, {name: (DTYPES[dtype], shape) for name, (dtype, shape) in specs.items()}, what)
         return {name: file.get_tensor(name) for name in specs}
+
+
+def check_same(found: Mapping[str, Any], wanted: Mapping[str, Any], what: str) -> None:
+    """Refuse tensors that are not those which were described."""
+    if odd := sorted(name for name in found.keys() | wanted.keys() if found.get(name) != wanted.get(name)):
+        raise DamagedError(f"{what} is damaged: it does not hold the tensors that it should, see {odd[:3]}")
 
 
 @contextmanager

@@ -36,7 +36,7 @@ def predicted(output: Tensor, link: Link) -> Tensor:
         return output.sigmoid() if link == "sigmoid" else output
     if output.dim() < 3 or output.shape[2] < 2:
         raise ValueError(
-            f"link='softmax' needs outputs (example, class, ...) of two classes or more, the model gave {tuple(output.shape[1:])}; "
+            f"link='softmax' needs outputs (example, class, ...) with two classes or more, got {tuple(output.shape[1:])}; "
             "for yes or no take link='sigmoid', for regression link='identity'"
         )
     return output.softmax(2)
@@ -58,6 +58,7 @@ class Average:
 
     def add(self, p: Tensor) -> None:
         """Predictions of some more samples, (sample, example, ...)."""
+        p = p.to(torch.promote_types(p.dtype, torch.float32))  # half precision is for weights, not for sums
         mean = p.mean(0)
         shift, weight = mean - self.mean, len(p) / (self.count + len(p))
         if self.wants_spread and self.link == "identity":  # the parallel form of Welford's sum of squares

@@ -17,7 +17,7 @@ from . import codes
 from .files import DTYPES, DamagedError, Digest, Spec, parse_json, sha256
 from .formats import BlockFloat, Format, parse
 
-__all__ = ["Kind", "Manifest", "Record", "TensorInfo"]
+__all__ = ["Kind", "Manifest", "Record", "TensorInfo", "is_count"]
 
 VERSION = 1  # of the layout of the folder
 NAME = "qlangevin samples"
@@ -54,7 +54,7 @@ class TensorInfo:
         given = _object(value, "kind", "shape", "dtype", "format")
         shape, format = given["shape"], given["format"]
         require(given["kind"] in get_args(Kind) and given["dtype"] in NAMES, "a tensor is of no known kind or dtype")
-        require(isinstance(shape, list) and all(_is_count(n) for n in shape), "a tensor has no proper shape")
+        require(isinstance(shape, list) and all(is_count(n) for n in shape), "a tensor has no proper shape")
         require(math.prod(max(n, 1) for n in shape) < 2**60, "a tensor is larger than any disk")
         require(format is None or isinstance(format, str), "a format is not a name")
         if format is not None:
@@ -74,10 +74,10 @@ class Record:
     @classmethod
     def of(cls, value: Any) -> Record:
         given = _object(value, "step", "bytes", "sha256")
-        require(given["step"] is None or _is_count(given["step"]), "a step is not a number")
+        require(given["step"] is None or is_count(given["step"]), "a step is not a number")
         digits = given["sha256"]
         proper = isinstance(digits, str) and len(digits) == 64 and set(digits) <= set("0123456789abcdef")
-        require(_is_count(given["bytes"]) and proper, "a file has no proper size and checksum")
+        require(is_count(given["bytes"]) and proper, "a file has no proper size and checksum")
         return cls(given["step"], Digest(given["bytes"], digits))
 
     def as_json(self) -> dict[str, Any]:
@@ -144,7 +144,7 @@ def require(condition: bool, why: str) -> None:
 
 def _checksum(content: dict[str, Any]) -> str:
     try:
-        return sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
+        return sha256([json.dumps(content, sort_keys=True, separators=(",", ":")).encode()])()
     except RecursionError:
         raise DamagedError("the manifest is damaged: it is nested too deeply") from None
 
@@ -154,7 +154,8 @@ def _object(value: Any, *names: str) -> dict[str, Any]:
     return dict(value)
 
 
-def _is_count(value: Any) -> bool:
+def is_count(value: Any) -> bool:
+    """Whether a value read from JSON is a number of things."""
     return type(value) is int and 0 <= value < 2**63
 
 

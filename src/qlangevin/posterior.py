@@ -6,22 +6,24 @@ The model is run with each sample's weights and is left as it was. `ensemble` sa
 from __future__ import annotations
 
 import math
+import numbers
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Iterable, Iterator, Sequence, Sized
+from itertools import chain
 from typing import Any, Literal, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
 
 from . import contents, ops
-from .ensemble import Ensemble, reestimated, tensors_in
+from .ensemble import Ensemble, inputs_of, reestimated, tensors_in
 from .links import Average, Link, Uncertainty, predicted
 from .progress import progress_bar
 from .store import Sample, SampleStore
 
 __all__ = ["Posterior"]
 
-Source: TypeAlias = str | os.PathLike[str] | SampleStore | Sequence[Sample]
+Source: TypeAlias = str | os.PathLike[str] | SampleStore | Sample | Sequence[Sample]
 
 TOGETHER = 512  # examples of a loader for which a sample is decoded once
 
@@ -40,18 +42,19 @@ class Posterior:
         noise: float,
         batch_norm: Iterable[Any] | None,
         vectorize: bool | None,
+        statistics: dict[Sample, dict[str, Tensor]] | None = None,
     ) -> None:
-        self.model, self._chains = contents.unwrapped(model), [list(chain) for chain in chains]
-        self.members = [sample for chain in self._chains for sample in chain]  # chain after chain
+        self.model, self._chains = contents.unwrapped(model), [list(samples) for samples in chains]
+        self.members = [sample for samples in self._chains for sample in samples]  # chain after chain
         self.link, self.noise, self.batch_norm = link, noise, batch_norm
         self._vectorize = vectorize
-        self._statistics: dict[int, dict[str, Tensor]] = {}
+        self._statistics = {} if statistics is None else statistics  # of batch normalization, estimated anew
         self._ensemble = Ensemble(self.model, len(self), self._decoded, vectorize)
 
     @classmethod
     def open(
         cls,
-        stores: Source | Sequence[Source],
+        stores: Source | Iterable[Source],
         model: nn.Module,
         *,
         link: Link = "softmax",
@@ -72,15 +75,17 @@ class Posterior:
             vectorize: whether samples are computed at once; None decides by the size of the model and of the inputs.
         """
         ops.choose("link", link, ("softmax", "sigmoid", "identity"))
-        if not 0 <= noise < math.inf or (noise and link != "identity"):
-            raise ValueError(f"noise must be a variance, and goes with link='identity', got {noise} with link={link!r}")
-        if isinstance(batch_norm, str) and batch_norm != "stored":
+        if not isinstance(noise, numbers.Real) or not 0 <= noise < math.inf or (noise and link != "identity"):
+            raise ValueError(
+                f"noise must be a variance, and goes with link='identity', got {noise!r} with link={link!r}"
+            )
+        if batch_norm != "stored" and (isinstance(batch_norm, str) or not isinstance(batch_norm, Iterable)):
             raise ValueError(f"batch_norm must be 'stored' or a loader, got {batch_norm!r}")
         chains = [_samples(source) for source in _sources(stores)]
-        if not all(chains) or not chains:
-            raise ValueError("a posterior needs samples, but there are none yet")
-        for chain in chains:
-            contents.check_fits(model, chain[0].store.manifest.tensors, f"the store in {chain[0].store.path}")
+        if not chains:
+            raise ValueError("a posterior needs samples, but no store was given")
+        for store in {sample.store for samples in chains for sample in samples}:
+            contents.check_fits(model, store.manifest.tensors, f"the store in {store.path}")
         loader = None if isinstance(batch_norm, str) else batch_norm
         return cls(model, chains, link, noise, loader, vectorize)
 
@@ -88,22 +93,26 @@ class Posterior:
         return len(self.members)
 
     def __repr__(self) -> str:
-        return f"Posterior({type(self.model).__name__}, {len(self)} samples of {len(self._chains)} chains, {self.link})"
+        chains = f"{len(self._chains)} chains" if len(self._chains) > 1 else "one chain"
+        return f"Posterior({type(self.model).__name__}, {len(self)} samples of {chains}, {self.link})"
 
     def __getitem__(self, some: slice) -> Posterior:
         if not isinstance(some, slice):
             raise TypeError(f"a posterior is cut by slices, such as posterior[10:], got {some!r}")
-        return self._over([chain[some] for chain in self._chains])
+        return self._over([samples[some] for samples in self._chains])
 
     @property
     def chains(self) -> list[Posterior]:
         """Each chain for itself."""
-        return [self._over([chain]) for chain in self._chains]
+        return [self._over([samples]) for samples in self._chains]
 
     def _over(self, chains: Sequence[Sequence[Sample]]) -> Posterior:
-        if not any(chains):
-            raise ValueError("no sample would be left")
-        return Posterior(self.model, chains, self.link, self.noise, self.batch_norm, self._vectorize)
+        if not all(chains):
+            raise ValueError(
+                f"no sample would be left of a chain; there are {', '.join(map(str, map(len, self._chains)))}"
+            )
+        about = (self.link, self.noise, self.batch_norm, self._vectorize, self._statistics)
+        return Posterior(self.model, chains, *about)
 
     # ---- predictions
 
@@ -126,8 +135,9 @@ class Posterior:
     def predict_loader(self, loader: Iterable[Any], progress: bool = True) -> Iterator[Any]:
         """The average prediction for each batch of a loader, as they come: `qlangevin.metrics.evaluate` takes them.
 
-        A batch is inputs and labels, which yields (prediction, labels), or inputs alone, which yields predictions. There is
-        a bar on standard error, if that is a terminal.
+        A batch is inputs and labels, which yields (prediction, labels), or inputs alone, which yields predictions. Small
+        batches are taken several at a time, so that a sample is decoded once for all of them. There is a bar on standard
+        error, if that is a terminal.
         """
         for average, labels in self._stream(loader, progress, spread=False):
             yield average.mean if labels is None else (average.mean, labels)
@@ -138,8 +148,10 @@ class Posterior:
             yield average.uncertainty() if labels is None else (average.uncertainty(), labels)
 
     def _stream(self, loader: Iterable[Any], progress: bool, spread: bool) -> Iterator[tuple[Average, Any]]:
-        batches = len(loader) if isinstance(loader, Sized) else None
-        total = None if batches is None else batches * len(self)
+        try:
+            total = len(cast(Sized, loader)) * len(self)
+        except TypeError:  # not everything has a length, and not everything that has one knows it
+            total = None
         with progress_bar(total, f"averaging {len(self)} samples", progress) as advance:
             for several in _together(loader):
                 averages = self._averages([x for x, _ in several], spread, advance)
@@ -156,34 +168,44 @@ class Posterior:
 
     @property
     def device(self) -> torch.device:
-        return next((t.device for t in contents.named_tensors(self.model).values()), torch.device("cpu"))
+        return next((t.device for t in chain(self.model.parameters(), self.model.buffers())), torch.device("cpu"))
 
     def _moved(self, x: Any) -> Any:
         def move(t: Any) -> Any:
             return t.to(self.device) if isinstance(t, Tensor) else t
 
-        if isinstance(x, Mapping):
-            return {name: move(t) for name, t in x.items()}
-        return tuple(map(move, x)) if isinstance(x, (list, tuple)) else move(x)
+        args, kwargs = inputs_of(x)
+        if kwargs:
+            return {name: move(t) for name, t in kwargs.items()}
+        return tuple(map(move, args)) if isinstance(x, (list, tuple)) else move(x)
 
     def _decoded(self, s: int) -> dict[str, Tensor]:
         """The weights and buffers of a sample, as the model's device takes them."""
-        tensors = self.members[s].decode(self.device)
+        sample = self.members[s]
+        tensors = sample.decode(self.device)
         if self.batch_norm is None:
             return tensors
-        if s not in self._statistics:
+        if sample not in self._statistics:
             batches = (self._moved(inputs_and_labels(batch)[0]) for batch in self.batch_norm)
-            self._statistics[s] = reestimated(self.model, tensors, batches)
-        return tensors | self._statistics[s]
+            self._statistics[sample] = reestimated(self.model, tensors, batches)
+        return tensors | self._statistics[sample]
 
 
-def _sources(stores: Source | Sequence[Source]) -> list[Source]:
-    single = isinstance(stores, (str, os.PathLike, SampleStore)) or isinstance(next(iter(stores), None), Sample)
-    return [cast(Source, stores)] if single else list(cast(Sequence[Source], stores))
+def _sources(stores: Source | Iterable[Source]) -> list[Source]:
+    if isinstance(stores, (str, os.PathLike, SampleStore)):
+        return [stores]
+    if isinstance(stores, Sample):
+        return [[stores]]
+    if not isinstance(stores, Iterable):
+        raise TypeError(f"stores must be stores, their folders or lists of samples, got {stores!r}")
+    several = list(stores)
+    return [cast(Source, several)] if several and isinstance(several[0], Sample) else cast(list[Source], several)
 
 
-def _samples(source: Source) -> Sequence[Sample]:
-    store = SampleStore.open(source) if isinstance(source, (str, os.PathLike)) else source
+def _samples(source: Source) -> list[Sample]:
+    store = SampleStore.open(source) if isinstance(source, (str, os.PathLike)) else cast(Sequence[Sample], source)
+    if not len(store):
+        raise ValueError(f"a posterior needs samples, but there are none yet in {getattr(store, 'path', store)}")
     return list(store)
 
 

@@ -214,7 +214,7 @@ class SampleStore(Sequence[Sample]):
 
         ``step`` says after how many steps; by default the sampler the store was created with is asked.
         """
-        self._require_lock()
+        self.require_writable()
         contents.check_fits(model, self.manifest.tensors, f"the store in {self.path}", formats=True)
         self._check_frozen(model)
         varying = {name: info for name, info in self.manifest.tensors.items() if info.kind != "frozen"}
@@ -226,17 +226,18 @@ class SampleStore(Sequence[Sample]):
             record = Record(step, digest)
             self._publish((*self.manifest.samples, record))
         except OSError as error:
-            raise OSError(
-                error.errno,
-                f"{error.strerror}: sample {index} was not stored; the {index} before it are safe",
-                str(self.path),
-            ) from error
+            self.manifest = self._read(
+                self.path
+            )  # the last thing that can fail is to sync a manifest that is in its place
+            became = "was not stored" if len(self.manifest.samples) == index else "may not outlive a power failure"
+            message = f"{error.strerror}: sample {index} {became}; the {index} before it are safe"
+            raise OSError(error.errno, message, str(self.path)) from error
         self._intact[index] = record
         return self[index]
 
     def truncate(self, count: int) -> None:
         """Keep the first samples only. `load_checkpoint` does this: what came after a checkpoint will be drawn again."""
-        self._require_lock()
+        self.require_writable()
         if not 0 <= count <= len(self.manifest.samples):
             raise ValueError(
                 f"count must be between 0 and {len(self.manifest.samples)}, the samples there are, got {count}"
@@ -251,7 +252,8 @@ class SampleStore(Sequence[Sample]):
         self.manifest = manifest
         self._intact = {i: record for i, record in self._intact.items() if i < len(samples) and samples[i] == record}
 
-    def _require_lock(self) -> None:
+    def require_writable(self) -> None:
+        """Raise PermissionError unless this is the process that may write."""
         if self._lock is None:
             raise PermissionError(
                 f"the store in {self.path} is open for reading; SampleStore.open(..., write=True) to write"

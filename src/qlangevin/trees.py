@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,7 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .files import DamagedError
+from .files import DTYPES, DamagedError
+from .qtensor import QTensor
 
 __all__ = ["flatten", "unflatten"]
 
@@ -21,8 +23,13 @@ def flatten(tree: Any, tensors: dict[str, Tensor], where: str) -> Any:
     Numbers, words, lists and None stand for themselves. Anything else is an object with one key that says what it is.
     """
     if isinstance(tree, Tensor):
-        name = f"{where}#{len(tensors)}"
-        tensors[name] = tree.detach().cpu().contiguous()
+        if tree.layout != torch.strided or tree.dtype not in DTYPES or tree.is_meta or isinstance(tree, QTensor):
+            kind = f"{type(tree).__name__} of {tree.dtype}, {tree.layout}, on {tree.device}"
+            raise TypeError(
+                f"{where} is a {kind}, which cannot be saved: only plain tensors that are stored as they are"
+            )
+        name = f"{where}#{len(tensors)}".encode("ascii", "backslashreplace").decode()
+        tensors[name] = tree.detach().cpu().resolve_conj().resolve_neg().contiguous()
         return {"tensor": name}
     if isinstance(tree, np.generic):
         tree = tree.item()
@@ -32,7 +39,7 @@ def flatten(tree: Any, tensors: dict[str, Tensor], where: str) -> Any:
         return tree
     if isinstance(tree, Mapping):
         pairs = [[flatten(k, tensors, where), flatten(v, tensors, f"{where}.{k}")] for k, v in tree.items()]
-        return {"dict": pairs}
+        return {"counter" if isinstance(tree, Counter) else "dict": pairs}
     if isinstance(tree, (list, tuple)):
         items = [flatten(item, tensors, f"{where}.{i}") for i, item in enumerate(tree)]
         return items if isinstance(tree, list) else {"tuple": items}
@@ -56,8 +63,9 @@ def unflatten(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
             return float(content)
         if kind == "tuple":
             return tuple(unflatten(item, tensors) for item in content)
-        if kind == "dict":
-            return {unflatten(k, tensors): unflatten(v, tensors) for k, v in content}
+        if kind in ("dict", "counter"):
+            found = {unflatten(k, tensors): unflatten(v, tensors) for k, v in content}
+            return Counter(found) if kind == "counter" else found
     except (KeyError, TypeError, ValueError, RecursionError):
         pass
     raise DamagedError("it holds an entry that is of no known kind")

@@ -1,0 +1,249 @@
+"""``python -m benchmarks.kills``: kills runs with SIGKILL, resumes them, compares their stores with those of runs never killed.
+
+Half of the kills come from outside, at a random moment. The others a worker deals itself around a call with which
+`qlangevin.files` changes the disk, or with half of a part written. Exit code 1 if any store differs by a byte or a file.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain, islice, repeat
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple, TypeAlias
+from unittest import mock
+
+import torch
+import tyro
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import qlangevin as ql
+from qlangevin import files
+
+Waiting: TypeAlias = Generator[None, None, Any]  # yields while there is nothing to do, so that several can take turns
+Made = tuple[nn.Module, ql.SGLD, Any, ql.Loader]
+
+PHASES = ("start", "step", "append", "checkpoint")
+CALLS = ("open", "write", "fsync", "replace", "unlink")
+DATA = TensorDataset(torch.randn(50, 8, generator=torch.Generator().manual_seed(1)), torch.arange(50) % 3)
+EVERY = 7  # steps between checkpoints; samples are collected at other intervals
+
+
+@dataclass(frozen=True)
+class Options:
+    """Kill runs, resume them, compare."""
+
+    runs: int = 100
+    """How many, of the set-ups in turn; each is killed one to four times."""
+    seed: int = 0
+    """Of what is killed when."""
+    steps: int = 300
+    """How long a run is."""
+
+
+def unpacked(steps: int) -> Made:
+    """VC SGLDLP-L on a lowered network with dropout, in cycles that explore by SGD."""
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 3))
+    ql.lower(model, "bfp8", "bfp8", seed=3)
+    sampler = ql.SGLD(model.parameters(), 0.1, 50, weights="bfp8", gradients="bfp8", seed=1)
+    schedule = ql.CyclicalLR(sampler, steps, 4, steps // 40, exploration=0.5, exploration_temperature=0)
+    return model, sampler, schedule, ql.Loader(DATA, 8, seed=5)
+
+
+def packed(steps: int) -> Made:
+    """Codes that are stepped in backward, and buffers."""
+    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
+    ql.pack(ql.lower(model, "bfp8", "bfp8", seed=4), "bfp8", layers=nn.Linear)
+    sampler = ql.SGLD(model.parameters(), 0.05, 50, step_in_backward=True, seed=2)
+    return model, sampler, ql.ConstantLR(sampler, steps, steps // 10, burn_in=0.1), ql.Loader(DATA, 6, seed=6)
+
+
+def accumulated(steps: int) -> Made:
+    """SGLDLP-F in fixed point, with a frozen parameter."""
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3))
+    model[0].bias.requires_grad_(False)
+    sampler = ql.SGLD(model.parameters(), 0.1, 50, weights="fixed8.6", accumulator="fp32", seed=3)
+    schedule = ql.LinearDecayLR(sampler, steps, steps // 10, burn_in=0.2)
+    return model, sampler, schedule, ql.Loader(DATA, 8, drop_last=True, seed=7)
+
+
+SETUPS: dict[str, Callable[[int], Made]] = {"unpacked": unpacked, "packed": packed, "accumulated": accumulated}
+
+
+def train(setup: str, folder: Path, steps: int, enter: Callable[[str], Any]) -> None:
+    """A run from its start or its checkpoint to its end; ``enter`` is told each phase."""
+    enter("start")
+    torch.manual_seed(0)
+    model, sampler, schedule, loader = SETUPS[setup](steps)
+    with ql.SampleStore.create(folder, model, sampler, schedule, resume=True) as store:
+        counters = ql.load_checkpoint(folder, model, sampler, schedule, loader, store, missing_ok=True)
+        assert counters.get("step", 0) == schedule.last_epoch
+        for x, labels in islice(chain.from_iterable(repeat(loader)), steps - schedule.last_epoch):
+            enter("step")
+            sampler.zero_grad()
+            nn.functional.cross_entropy(model(x), labels).backward()
+            sampler.step()
+            schedule.step()
+            if schedule.collect:
+                enter("append")
+                store.append(model)
+            if schedule.last_epoch % EVERY == 0:
+                enter("checkpoint")
+                ql.save_checkpoint(folder, model, sampler, schedule, loader, store, step=schedule.last_epoch)
+
+
+@dataclass
+class Calls:
+    """Counts the moments before and after each call that changes the disk, and dies at one of them."""
+
+    fatal: tuple[str, int] | None
+    counts: dict[str, int]
+
+    def reach(self, call: str, last: Callable[[], Any] = lambda: None) -> None:
+        self.counts[call] += 1
+        if (call, self.counts[call]) == self.fatal:
+            last()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def around(self, call: str, real: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        self.reach(call, lambda: real(args[0][: len(args[0]) // 2]) if call == "write" else None)
+        result = real(*args, **options)
+        self.reach(call)
+        return result
+
+    def patches(self) -> tuple[Any, Any]:
+        names = {name: getattr(os, name) for name in dir(os)}
+        names |= {call: partial(self.around, call, names[call]) for call in ("open", "fsync", "replace")}
+        save, unlink = files._write_and_hash, Path.unlink
+
+        def saved(file: Any, parts: Any) -> files.Digest:
+            return save(SimpleNamespace(fileno=file.fileno, write=partial(self.around, "write", file.write)), parts)
+
+        patched = mock.patch.multiple(files, os=SimpleNamespace(**names), _write_and_hash=saved)
+        return patched, mock.patch.object(Path, "unlink", lambda *a, **o: self.around("unlink", unlink, *a, **o))
+
+
+def worker(setup: str, folder: Path, steps: int, fatal: tuple[str, int] | None) -> None:
+    """What a process does. Beside the folder it leaves in which phase it is, and in the end what it counted."""
+    torch.set_num_threads(1)
+    calls = Calls(fatal, dict.fromkeys(CALLS, 0))
+    writing, unlinking = calls.patches()
+    with open(folder.with_suffix(".phase"), "r+b", buffering=0) as file, writing, unlinking:
+        train(setup, folder, steps, lambda phase: os.pwrite(file.fileno(), bytes([1 + PHASES.index(phase)]), 0))
+    folder.with_suffix(".calls").write_text(json.dumps(calls.counts))
+
+
+class Result(NamedTuple):
+    setup: str
+    died: tuple[str, ...]  # in which phase, each time
+    problem: str = ""  # none if the store is what it should be
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    """The files of a store; not the checkpoint, which counts what belongs to a process, such as versions of tensors."""
+    found = [p for p in folder.rglob("*") if p.is_file() and p.name not in ("checkpoint.safetensors", ".lock")]
+    return {str(p.relative_to(folder)): p.read_bytes() for p in found}
+
+
+def attempt(setup: str, folder: Path, steps: int, end: float | tuple[str, int] | None) -> Waiting:
+    """Run a worker to its end, so many seconds, or a fatal call; returns the exit code and the last phase."""
+    marker = folder.with_suffix(".phase")
+    marker.write_bytes(b"\0")
+    context = multiprocessing.get_context("forkserver")  # which has imported everything, and done nothing yet
+    context.set_forkserver_preload(["torch._dynamo", "torch.utils.data", "tyro", "rich.table", "qlangevin"])
+    args = (setup, folder, steps, end if isinstance(end, tuple) else None)
+    (process := context.Process(target=worker, args=args, daemon=True)).start()
+    while process.is_alive() and marker.read_bytes() == b"\0":
+        yield
+    begin = time.perf_counter()
+    while process.is_alive() and not (isinstance(end, float) and time.perf_counter() - begin > end):
+        yield
+    process.kill()
+    process.join()
+    return process.exitcode, ("start", *PHASES)[marker.read_bytes()[0]]
+
+
+def reference(setup: str, folder: Path, steps: int) -> Waiting:
+    """A run that is not killed: its store, its calls, its seconds."""
+    begin = time.perf_counter()
+    yield from attempt(setup, folder, steps, None)
+    return content(folder), json.loads(folder.with_suffix(".calls").read_text()), time.perf_counter() - begin
+
+
+def disturbed(setup: str, folder: Path, steps: int, like: Any, rng: random.Random) -> Waiting:
+    """Kill a run one to four times, let it end, compare."""
+    wanted, counts, seconds = like
+    times, died = rng.choice((1, 1, 2, 3, 4)), list[str]()
+    while True:
+        end: float | tuple[str, int] | None = None
+        if len(died) < times:  # one after the other, within the time of one run
+            call = rng.choice(CALLS)
+            fatal = (call, rng.randint(1, rng.choice((4, 1 + counts[call] // times))))  # the first are those of a start
+            end = fatal if rng.random() < 0.5 else rng.uniform(0, seconds / times)
+        code, phase = yield from attempt(setup, folder, steps, end)
+        if code == -signal.SIGKILL:
+            died.append(phase)
+        elif code != 0:
+            return Result(setup, tuple(died), f"exit code {code}")
+        elif died:
+            break
+        else:  # it was done before its moment came
+            shutil.rmtree(folder)
+    found = content(folder)
+    odd = sorted(name for name in found | wanted if found.get(name) != wanted.get(name))
+    return Result(setup, tuple(died), f"differs in {', '.join(odd[:3])}" if odd else "")
+
+
+def together(tasks: Sequence[Waiting]) -> list[Any]:
+    """The results of tasks, two of which take turns."""
+    waiting, results = list(enumerate(tasks)), dict[int, Any]()
+    while waiting:
+        for i, task in waiting[:2]:
+            try:
+                next(task)
+            except StopIteration as end:
+                results[i] = end.value
+                waiting.remove((i, task))
+        time.sleep(0.0005)
+    return [results[i] for i in range(len(tasks))]
+
+
+def kill_runs(options: Options, folder: Path) -> list[Result]:
+    """All runs; their stores are below a folder."""
+    steps, setups = options.steps, list(SETUPS)
+    like = dict(zip(setups, together([reference(setup, folder / setup, steps) for setup in setups]), strict=True))
+    chosen = [(f"run{i}", setups[i % len(setups)], random.Random(f"{options.seed}.{i}")) for i in range(options.runs)]
+    return together([disturbed(setup, folder / run, steps, like[setup], rng) for run, setup, rng in chosen])
+
+
+def main(options: Options) -> int:
+    console, begin = Console(width=None if sys.stdout.isatty() else 130), time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        results = kill_runs(options, Path(folder))
+    table = Table("killed during", *PHASES, "runs", "identical")
+    for name in (*SETUPS, "all"):
+        chosen = [r for r in results if name in (r.setup, "all")]
+        kills = [sum(r.died.count(phase) for r in chosen) for phase in PHASES]
+        table.add_row(name, *map(str, (*kills, len(chosen), sum(not r.problem for r in chosen))))
+    console.print(table, f"{time.perf_counter() - begin:.0f} s")
+    for result in (r for r in results if r.problem):
+        console.print(f"{result.setup}, killed in {', '.join(result.died)}: {result.problem}", highlight=False)
+    return int(any(result.problem for result in results))
+
+
+if __name__ == "__main__":
+    sys.exit(main(tyro.cli(Options, prog="python -m benchmarks.kills")))
