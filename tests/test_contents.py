@@ -163,11 +163,6 @@ def test_a_compiled_model_has_the_names_of_the_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch of itself
-def test_a_model_with_a_compiled_layer_has_the_names_of_the_model(tmp_path: Path) -> None:
-    layer: Any = torch.compile(nn.Linear(3, 2), backend="eager")
-    assert list(stored(tmp_path, nn.Sequential(layer))) == ["0.weight", "0.bias"]
-
-
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("into_packed", [True, False])
 def test_a_sample_is_loaded_into_packed_and_plain_models(packed: bool, into_packed: bool, tmp_path: Path) -> None:

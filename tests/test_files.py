@@ -146,7 +146,7 @@ def test_what_is_no_file_is_refused_at_once_and_named(what: str, tmp_path: Path)
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        (b'{"a": 1, "a": 2}', "a key stands there twice"), (b"[NaN]", "NaN is not JSON"), (b"[-Infinity]", "not JSON"),
+        (b'{"a": 1, "a": 2}', "a key stands there twice"), (b"[NaN]", "NaN is not a number"), (b"[-Infinity]", "not a number"),
         (b"[" * 100_000, "cannot be read"), (b"\xff\xfe", "cannot be read"), (b"", "cannot be read"),
         (b"9" * 10_000, "cannot be read"), (b"[1e999]", "cannot be read"),
     ],

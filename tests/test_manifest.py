@@ -49,7 +49,11 @@ def test_a_manifest_comes_back_as_it_was(name: str) -> None:
 
 
 def test_a_forgery_that_changes_nothing_is_read() -> None:
-    assert Manifest.from_json(forged(lambda c: None)).to_json() == json.dumps(written(), indent=1).encode() + b"\n"
+    whole = Manifest.from_json(forged(lambda c: None)).to_json()
+    assert json.loads(whole) == written()
+    assert len(whole.splitlines()) == 2 + len(written()) + sum(
+        1 + len(written()[name]) for name in ("tensors", "samples")
+    )
 
 
 def test_every_byte_of_a_manifest_counts() -> None:

@@ -234,7 +234,7 @@ def test_a_sample_added_while_a_reader_opens_is_seen(tmp_path: Path, monkeypatch
             writer.append(build())
         return found
 
-    monkeypatch.setattr(SampleStore, "_read", slow)
+    monkeypatch.setattr(SampleStore, "_read", staticmethod(slow))
     assert len(SampleStore.open(tmp_path)) == 2
 
 
@@ -311,7 +311,7 @@ def test_a_closed_writer_reads_on_but_does_not_write(tmp_path: Path) -> None:
     s.append(draw(model, 0))
     s.close()
     s.close()
-    with pytest.raises(PermissionError, match="is closed, or was opened by the process this one was forked from"):
+    with pytest.raises(PermissionError, match="is open for reading"):
         s.append(model)
     assert is_sample(s[0], 0)
 
@@ -705,9 +705,7 @@ def test_frozen_parameters_must_not_change(how: str, tmp_path: Path) -> None:
             elif how == "behind autograd's back":
                 layer.weight.data[0, 0] += 1
             else:
-                layer.weight = other = nn.Parameter(layer.weight + 1, requires_grad=False)
-                while other._version < s._versions.get("3.weight", 0):
-                    other.mul_(1)
+                layer.weight = nn.Parameter(layer.weight + 1, requires_grad=False)
         with pytest.raises(ValueError, match=r"'3.weight' is frozen, but has changed since the store was created"):
             s.append(model)
         assert len(s) == 2

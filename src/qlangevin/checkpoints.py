@@ -11,7 +11,7 @@ import json
 import os
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -58,12 +58,13 @@ def save_checkpoint(
         store: how many samples it has; `load_checkpoint` takes it back to that many.
         counters: whatever else: numbers, words, tensors, and lists, tuples and dicts of them.
     """
-    tensors, info = dict[str, Tensor](), contents.describe(model)
+    tensors, named = dict[str, Tensor](), contents.named_tensors(model)
+    info = contents.describe(named)
     given = _named(sampler, schedule, loader)
     about = {
         "checkpoint": VERSION,
         "library": __version__,
-        "tensors": {name: asdict(t) for name, t in info.items()},
+        "tensors": {name: t.as_json() for name, t in info.items()},
         "layers": lowering.state_dict(contents.unwrapped(model)),
         "classes": {name: type(component).__name__ for name, component in given.items()},
         "states": flatten({name: c.state_dict() for name, c in given.items()}, tensors, "states"),
@@ -71,7 +72,7 @@ def save_checkpoint(
         "samples": None if store is None else len(store),
         "counters": flatten(counters, tensors, "counters"),
     }
-    parts = tensors | {f"{MODEL}{name}": t for name, t in contents.gather(model, info).items()}
+    parts = tensors | {f"{MODEL}{name}": t for name, t in contents.gather(named, info).items()}
     text = json.dumps(about, separators=(",", ":"))
     files.write(_file(path), files.tensor_parts(parts, {"qlangevin": text, "sha256": _hash(parts, text)}))
 
@@ -104,9 +105,9 @@ def load_checkpoint(
         if store is not None:
             store.truncate(0)
         return {}
-    saved, here = _read(file), contents.describe(model)
+    saved, here = _read(file), contents.describe(contents.named_tensors(model))
     given = _named(sampler, schedule, loader)
-    contents.check_fits(model, saved.info, saved.what, formats=True)
+    contents.check_fits(here, saved.info, saved.what, formats=True)
     if sampler is not None and (odd := [name for name in here if here[name].format != saved.info[name].format]):
         raise ValueError(f"{saved.what} is of a model packed as {saved.info[odd[0]].format}, not {here[odd[0]].format}")
     for name, component in given.items():
@@ -141,7 +142,7 @@ def _load(saved: Saved, model: nn.Module, given: Mapping[str, Stateful]) -> None
             except Exception as error:
                 raise DamagedError(f"{saved.what} is damaged: no state of random generators ({error})") from None
         undo.pop_all()
-    contents.load_into(model, saved.values)
+    contents.load_into(contents.named_tensors(model), saved.values)
     lowering.load_state_dict(model, saved.layers)
 
 
@@ -163,7 +164,7 @@ class Saved:
         objects: tuple[Any, ...] = (self.layers, self.classes, self.states, self.random, self.counters)
         good = all(isinstance(each, dict) and all(isinstance(name, str) for name in each) for each in objects)
         good = good and all(isinstance(state, dict) for state in self.states.values())
-        good = good and all(is_count(n) for n in (*self.layers.values(), self.samples or 0))
+        good = good and all(map(is_count, self.layers.values())) and (self.samples is None or is_count(self.samples))
         if not good or self.classes.keys() != self.states.keys():
             raise TypeError("an entry is of another kind than it should be")
 

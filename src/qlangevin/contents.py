@@ -14,11 +14,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .files import DTYPES, DamagedError
-from .formats import FixedPoint, Float, Format, parse
+from .formats import FixedPoint, Float, Format
 from .manifest import NAMES, TensorInfo
+from .ops import parse
 from .qtensor import QTensor, encode_on_grid
 
-__all__ = ["assemble", "check_fits", "describe", "gather", "load_into", "named_tensors", "unwrapped"]
+__all__ = ["assemble", "check_fits", "describe", "gather", "load_into", "named_tensors", "plain", "unwrapped"]
+
+_DTYPE_NAMES = {dtype: name for name, dtype in NAMES.items()}
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -56,32 +59,33 @@ def _all_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield name, buffer
 
 
-def describe(model: nn.Module, sampler: Optimizer | None = None) -> dict[str, TensorInfo]:
-    """The tensors of a model; a sampler knows the formats of parameters that are not packed."""
+def describe(tensors: Mapping[str, Tensor], sampler: Optimizer | None = None) -> dict[str, TensorInfo]:
+    """What the `named_tensors` of a model are; a sampler knows the formats of parameters that are not packed."""
     groups = sampler.param_groups if sampler is not None else []
     known = {id(p): group.get("weights") for group in groups for p in group["params"]}
-    return {name: _info(name, t, known.get(id(t))) for name, t in named_tensors(model).items()}
+    return {name: _info(name, t, known.get(id(t))) for name, t in tensors.items()}
 
 
 def _info(name: str, t: Tensor, weights: str | Format | None) -> TensorInfo:
     if t.dtype not in DTYPES or t.layout != torch.strided:
         raise TypeError(f"{name!r} is a {t.layout} tensor of {t.dtype}, which cannot be stored")
-    dtype = str(t.dtype).removeprefix("torch.")
+    if name == "__metadata__" or any("\ud800" <= letter <= "\udfff" for letter in name):
+        raise ValueError(f"{name!r} cannot be the name of a tensor in a file; rename it")
+    shape, dtype = tuple(t.shape), _DTYPE_NAMES[t.dtype]
     if not isinstance(t, nn.Parameter):
-        return TensorInfo("buffer", tuple(t.shape), dtype)
+        return TensorInfo("buffer", shape, dtype)
     format = t.format if isinstance(t, QTensor) else parse(weights) if weights is not None and t.requires_grad else None
-    coded = format is not None and format.storage_bits < 32
-    return TensorInfo(
-        "parameter" if t.requires_grad else "frozen", tuple(t.shape), dtype, str(format) if coded else None
-    )
+    coded = str(format) if format is not None and format.storage_bits < 32 else None
+    return TensorInfo("parameter" if t.requires_grad else "frozen", shape, dtype, coded)
 
 
-def check_fits(model: nn.Module, tensors: Mapping[str, TensorInfo], what: str, formats: bool = False) -> None:
+def check_fits(
+    found: Mapping[str, TensorInfo], tensors: Mapping[str, TensorInfo], what: str, formats: bool = False
+) -> None:
     """Refuse a model that has other tensors: which ones, and how they differ.
 
     How a parameter is kept, as codes or floats, frozen or not, makes no difference unless ``formats`` are asked for.
     """
-    found = describe(model)
     odd = [f"{name!r} is missing in the model" for name in tensors if name not in found]
     odd += [f"{name!r} is in the model only" for name in found if name not in tensors]
     for name in (name for name in tensors if name in found):
@@ -98,28 +102,35 @@ def check_fits(model: nn.Module, tensors: Mapping[str, TensorInfo], what: str, f
         raise ValueError(f"{what} is of another model: {'; '.join(odd[:5])}{more}")
 
 
-def gather(model: nn.Module, tensors: Mapping[str, TensorInfo]) -> dict[str, Tensor]:
-    """The parts of the named tensors, contiguous and on the CPU."""
-    there = named_tensors(model)
-    parts = [_parts(name, there[name].detach(), info) for name, info in tensors.items()]
-    return {part: t.cpu().contiguous() for found in parts for part, t in found.items()}
+def gather(tensors: Mapping[str, Tensor], infos: Mapping[str, TensorInfo]) -> dict[str, Tensor]:
+    """What files hold of the tensors that are described: contiguous, on the CPU."""
+    parts = [_parts(name, tensors[name], info) for name, info in infos.items()]
+    return {part: t.cpu().contiguous().resolve_conj().resolve_neg() for found in parts for part, t in found.items()}
 
 
 def _parts(name: str, t: Tensor, info: TensorInfo) -> dict[str, Tensor]:
-    if isinstance(t, QTensor) and (info.format is None or t.is_view):
-        t = t.decode()
     if info.format is None:
-        if info.kind != "buffer" and not bool(t.isfinite().all()):
+        values = plain(t)
+        if info.kind != "buffer" and not _finite(values):
             raise ValueError(f"{name!r} holds an infinity or a NaN: the chain has diverged, and nothing was stored")
-        return {name: t}
+        return {name: values}
     format = parse(info.format)
-    q = t if isinstance(t, QTensor) else encode_on_grid(t, format)
+    q = t if isinstance(t, QTensor) and not t.is_view else encode_on_grid(plain(t), format)
     if q is None:
-        away = "" if not bool(t.isfinite().all()) else f" ({int((~format.is_representable(t)).sum())} of {t.numel()})"
+        values = plain(t)
+        away = f" ({int((~format.is_representable(values)).sum())} of {t.numel()})" if _finite(values) else ""
         raise ValueError(
             f"{name!r} holds numbers that are not on the grid of {format}{away}: something other than the sampler wrote them"
         )
     return {f"{name}.codes": q.codes} | ({} if q.exponents is None else {f"{name}.exponents": q.exponents})
+
+
+def plain(t: Tensor) -> Tensor:
+    """The numbers of a tensor, packed or not, without a way back for autograd."""
+    with (
+        torch.no_grad()
+    ):  # detaching a QTensor would do, but the first time that brings in the compiler, which takes seconds
+        return t.decode() if isinstance(t, QTensor) else t.detach()
 
 
 def assemble(parts: Mapping[str, Tensor], tensors: Mapping[str, TensorInfo], what: str) -> dict[str, Tensor]:
@@ -128,7 +139,7 @@ def assemble(parts: Mapping[str, Tensor], tensors: Mapping[str, TensorInfo], wha
     for name, info in tensors.items():
         if info.format is None:
             t = parts[name]
-            good = info.kind == "buffer" or bool(t.isfinite().all())
+            good = info.kind == "buffer" or _finite(t)
         else:
             format, codes, exponents = parse(info.format), parts[f"{name}.codes"], parts.get(f"{name}.exponents")
             t = QTensor(codes, exponents, format, torch.Size(info.shape), NAMES[info.dtype])
@@ -153,13 +164,18 @@ def _are_codes(q: QTensor) -> bool:
     return _within(codes, -format.top, format.top) and _within(q.exponents, -limit, limit - 1)
 
 
+def _finite(t: Tensor) -> bool:
+    # Torch does not know of all 8-bit floats whether they are finite.
+    return bool((t.float() if t.dtype.is_floating_point and t.itemsize == 1 else t).isfinite().all())
+
+
 def _within(t: Tensor, low: Any, high: Any) -> bool:
-    least, most = torch.aminmax(t)
+    least, most = torch.aminmax(t.float() if t.dtype.is_floating_point and t.itemsize == 1 else t)
     return bool(least >= low) and bool(most <= high)
 
 
-def load_into(model: nn.Module, values: Mapping[str, Tensor]) -> None:
-    """Put tensors in the place of a model's: codes into codes where the format is the same."""
+def load_into(tensors: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
+    """Put values in the place of a model's: codes into codes where the format is the same."""
     with torch.no_grad():
-        for name, t in named_tensors(model).items():
+        for name, t in tensors.items():
             t.copy_(values[name])

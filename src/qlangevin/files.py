@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import mmap
 import os
 import stat
@@ -29,7 +30,7 @@ from torch import Tensor
 __all__ = ["DamagedError", "Digest", "Spec", "map_tensors", "parse_json", "read", "tensor_parts", "write"]
 
 HEADER_LIMIT = 100_000_000  # bytes; the format's own
-JSON_LIMIT = 256_000_000
+JSON_LIMIT = 64_000_000
 PIECE = 1 << 22  # bytes that are hashed in one go; several can be at the same time
 
 Bytes: TypeAlias = bytes | memoryview
@@ -149,31 +150,24 @@ def _memory(t: Tensor) -> memoryview:
 
 
 @contextmanager
-def opened(path: Path, what: str, digest: Digest | None = None) -> Iterator[mmap.mmap]:
-    """A file mapped into memory, if it is an ordinary one and, where that is known, what was written."""
+def opened(path: Path, what: str, size: int | None = None) -> Iterator[mmap.mmap]:
+    """A file mapped into memory, if it is an ordinary one and, where that is known, as long as it was written."""
     try:
         # Not to wait for somebody who writes into a pipe: what is wanted is a file.
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
     except FileNotFoundError:
         raise DamagedError(f"{what} is missing: there is no {path}") from None
-    with open(descriptor, "rb", buffering=0) as file:
+    try:
         about = os.fstat(descriptor)
         if not stat.S_ISREG(about.st_mode):
             raise DamagedError(f"{what} is damaged: {path} is not an ordinary file")
-        if about.st_size == 0 or (digest is not None and about.st_size != digest.size):
-            expected = f", {digest.size} were written" if digest is not None else ""
+        if about.st_size == 0 or (size is not None and about.st_size != size):
+            expected = f", {size} were written" if size is not None else ""
             raise DamagedError(f"{what} is damaged: {path} has {about.st_size} bytes{expected}")
-        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
-            if digest is not None and not _is(mapped, digest):
-                raise DamagedError(
-                    f"{what} is damaged: the content of {path} is not what was written (SHA-256 differs)"
-                )
+        with mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ) as mapped:
             yield mapped
-
-
-def _is(mapped: mmap.mmap, digest: Digest) -> bool:
-    with memoryview(mapped) as everything, ThreadPoolExecutor(2) as pool:
-        return sha256([everything], pool)() == digest.sha256
+    finally:
+        os.close(descriptor)
 
 
 def read(path: Path, what: str, limit: int = JSON_LIMIT) -> bytes:
@@ -194,10 +188,13 @@ def parse_json(text: bytes | str, what: str) -> Any:
         return found
 
     def refuse(constant: str) -> Any:
-        raise ValueError(f"{constant} is not JSON")
+        raise ValueError(f"{constant} is not a number of JSON")
+
+    def finite(digits: str) -> float:
+        return number if math.isfinite(number := float(digits)) else refuse(digits)
 
     try:
-        return json.loads(text, object_pairs_hook=unique, parse_constant=refuse)
+        return json.loads(text, object_pairs_hook=unique, parse_constant=refuse, parse_float=finite)
     except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
         raise DamagedError(f"{what} is damaged: it cannot be read as JSON ({error})") from None
 
@@ -217,10 +214,13 @@ def map_tensors(
 
     Every tensor must be there with its dtype and shape, and no other. Without ``check`` the content is not hashed again.
     """
-    with opened(path, what, digest if check else None) as mapped:
-        if len(mapped) != digest.size:
-            raise DamagedError(f"{what} is damaged: {path} has {len(mapped)} bytes, {digest.size} were written")
-        header_length(mapped, what, 4096 + sum(400 + 12 * len(name) for name in specs))
+    size = sum(math.prod(shape) * dtype.itemsize for dtype, shape in specs.values())
+    with opened(path, what, digest.size) as mapped:
+        header = header_length(mapped, what, 4096 + sum(400 + 12 * len(name) for name in specs))
+        if 8 + header + size != digest.size:
+            raise DamagedError(f"{what} is damaged: {path} has {digest.size} bytes, its tensors would have {size}")
+        if check and not _has(mapped, digest.sha256):
+            raise DamagedError(f"{what} is damaged: the content of {path} is not what was written (SHA-256 differs)")
     with library(what), safe_open(path, framework="pt") as file:
         found = {}  # the file is no mapping, though it has keys
         for name in file.keys():  # noqa: SIM118
@@ -228,6 +228,11 @@ def map_tensors(
             found[name] = (part.get_dtype(), tuple(part.get_shape()))
         check_same(found, {name: (DTYPES[dtype], shape) for name, (dtype, shape) in specs.items()}, what)
         return {name: file.get_tensor(name) for name in specs}
+
+
+def _has(mapped: mmap.mmap, digest: str) -> bool:
+    with memoryview(mapped) as everything, ThreadPoolExecutor(2) as pool:
+        return sha256([everything], pool)() == digest
 
 
 def check_same(found: Mapping[str, Any], wanted: Mapping[str, Any], what: str) -> None:

@@ -30,7 +30,9 @@ class Lock:
         try:
             fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            os.close(self.descriptor)
+            self.release()
+            if not isinstance(error, BlockingIOError):
+                raise OSError(error.errno, f"cannot be locked: {error.strerror}", str(folder)) from None
             raise BlockingIOError(
                 error.errno,
                 "another writer has it open; there can be one at a time, and any number of readers",

@@ -8,14 +8,15 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 
 from . import codes
 from .files import DTYPES, DamagedError, Digest, Spec, parse_json, sha256
-from .formats import BlockFloat, Format, parse
+from .formats import BlockFloat, Format, check_holds
+from .ops import parse
 
 __all__ = ["Kind", "Manifest", "Record", "TensorInfo", "is_count"]
 
@@ -52,16 +53,20 @@ class TensorInfo:
     @classmethod
     def of(cls, value: Any) -> TensorInfo:
         given = _object(value, "kind", "shape", "dtype", "format")
-        shape, format = given["shape"], given["format"]
-        require(given["kind"] in get_args(Kind) and given["dtype"] in NAMES, "a tensor is of no known kind or dtype")
+        kind, shape, dtype, format = given["kind"], given["shape"], given["dtype"], given["format"]
+        known = isinstance(kind, str) and kind in get_args(Kind) and isinstance(dtype, str) and dtype in NAMES
+        require(known, "a tensor is of no known kind or dtype")
         require(isinstance(shape, list) and all(is_count(n) for n in shape), "a tensor has no proper shape")
         require(math.prod(max(n, 1) for n in shape) < 2**60, "a tensor is larger than any disk")
         require(format is None or isinstance(format, str), "a format is not a name")
         if format is not None:
             parsed = _format(format)
             require(str(parsed) == format and parsed.storage_bits < 32, f"{format!r} is not a format that is stored")
-            require(NAMES[given["dtype"]].is_floating_point, "codes stand for floating-point numbers only")
-        return cls(given["kind"], tuple(shape), given["dtype"], format)
+            require(_holds(NAMES[dtype], parsed), f"{dtype} cannot hold every number of {format}")
+        return cls(kind, tuple(shape), dtype, format)
+
+    def as_json(self) -> dict[str, Any]:
+        return {"kind": self.kind, "shape": list(self.shape), "dtype": self.dtype, "format": self.format}
 
 
 @dataclass(frozen=True)
@@ -98,16 +103,22 @@ class Manifest:
         return replace(self, samples=samples)
 
     def to_json(self) -> bytes:
+        """One line for each tensor and each sample."""
         content = {
             "store": NAME,
             "version": VERSION,
             "library": self.library,
             "settings": self.settings,
-            "tensors": {name: asdict(info) | {"shape": list(info.shape)} for name, info in self.tensors.items()},
+            "tensors": {name: info.as_json() for name, info in self.tensors.items()},
             "frozen": self.frozen.as_json() if self.frozen else None,
             "samples": [record.as_json() for record in self.samples],
         }
-        return (json.dumps(content | {"sha256": _checksum(content)}, indent=1, allow_nan=False) + "\n").encode()
+        lines = {name: json.dumps(value, allow_nan=False) for name, value in content.items()}
+        tensors = [f"{json.dumps(name)}: {json.dumps(info.as_json())}" for name, info in self.tensors.items()]
+        samples = [json.dumps(record.as_json()) for record in self.samples]
+        lines |= {"tensors": "{\n" + ",\n".join(tensors) + "\n}", "samples": "[\n" + ",\n".join(samples) + "\n]"}
+        lines["sha256"] = json.dumps(_checksum(content))
+        return ("{\n" + ",\n".join(f'"{name}": {line}' for name, line in lines.items()) + "\n}\n").encode()
 
     @classmethod
     def from_json(cls, text: bytes) -> Manifest:
@@ -131,9 +142,12 @@ class Manifest:
         require(len(set(parts)) == len(parts), "two tensors have one name")
         return cls(given["library"], tensors, given["settings"], frozen, tuple(map(Record.of, given["samples"])))
 
+    def of_kind(self, *kinds: Kind) -> dict[str, TensorInfo]:
+        return {name: info for name, info in self.tensors.items() if info.kind in kinds}
+
     def specs(self, *kinds: Kind) -> dict[str, Spec]:
         """What a file with the tensors of these kinds holds."""
-        chosen = [info.parts(name) for name, info in self.tensors.items() if info.kind in kinds]
+        chosen = [info.parts(name) for name, info in self.of_kind(*kinds).items()]
         return {part: spec for parts in chosen for part, spec in parts.items()}
 
 
@@ -164,3 +178,11 @@ def _format(name: str) -> Format:
         return parse(name)
     except ValueError as error:
         raise DamagedError(f"the manifest is damaged: {error}") from None
+
+
+def _holds(dtype: torch.dtype, format: Format) -> bool:
+    try:
+        check_holds(dtype, format)
+    except (TypeError, ValueError):
+        return False
+    return True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -37,7 +38,8 @@ def _group(group: Mapping[str, Any]) -> dict[str, Any]:
             continue
         value = group.get(f"initial_{name}", value)
         value = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
-        plain = value is None or isinstance(value, (bool, int, float, str, list, tuple))
+        plain = value is None or isinstance(value, (bool, int, str, list, tuple))
+        plain |= isinstance(value, float) and math.isfinite(value)
         found[name] = value if plain else str(value)
     return found
 

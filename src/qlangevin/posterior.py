@@ -84,8 +84,9 @@ class Posterior:
         chains = [_samples(source) for source in _sources(stores)]
         if not chains:
             raise ValueError("a posterior needs samples, but no store was given")
+        found = contents.describe(contents.named_tensors(model))
         for store in {sample.store for samples in chains for sample in samples}:
-            contents.check_fits(model, store.manifest.tensors, f"the store in {store.path}")
+            contents.check_fits(found, store.manifest.tensors, f"the store in {store.path}")
         loader = None if isinstance(batch_norm, str) else batch_norm
         return cls(model, chains, link, noise, loader, vectorize)
 
@@ -199,7 +200,7 @@ def _sources(stores: Source | Iterable[Source]) -> list[Source]:
     if not isinstance(stores, Iterable):
         raise TypeError(f"stores must be stores, their folders or lists of samples, got {stores!r}")
     several = list(stores)
-    return [cast(Source, several)] if several and isinstance(several[0], Sample) else cast(list[Source], several)
+    return [cast(Sequence[Sample], several)] if several and isinstance(several[0], Sample) else several
 
 
 def _samples(source: Source) -> list[Sample]:

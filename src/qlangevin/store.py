@@ -14,6 +14,8 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, overload
 
@@ -25,9 +27,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from . import contents, files
 from .files import DamagedError
 from .locking import Lock
-from .manifest import Manifest, Record
+from .manifest import Manifest, Record, is_count
 from .origin import differences, settings_of, steps_of
-from .qtensor import QTensor
 from .version import __version__
 
 __all__ = ["Sample", "SampleStore"]
@@ -66,12 +67,13 @@ class Sample(Mapping[str, Tensor]):
     def decode(self, device: torch.device | str | None = None) -> dict[str, Tensor]:
         """The tensors as plain ones; codes move to the device before they are decoded."""
         moved = {name: t.to(device) for name, t in self.items()}
-        return {name: t.decode() if isinstance(t, QTensor) else t for name, t in moved.items()}
+        return {name: contents.plain(t) for name, t in moved.items()}
 
     def load_into(self, model: nn.Module) -> None:
         """Make these the weights and buffers of a model, packed or not."""
-        contents.check_fits(model, self.store.manifest.tensors, repr(self))
-        contents.load_into(model, self)
+        tensors = contents.named_tensors(model)
+        contents.check_fits(contents.describe(tensors), self.store.manifest.tensors, repr(self))
+        contents.load_into(tensors, self)
 
 
 class SampleStore(Sequence[Sample]):
@@ -82,11 +84,10 @@ class SampleStore(Sequence[Sample]):
 
     def __init__(self, path: Path, manifest: Manifest, lock: Lock | None = None) -> None:
         self.path, self.manifest, self._lock = path, manifest, lock
-        self._stamp = self._look() if lock is None else None
+        self._stamp: tuple[int, ...] = ()  # of the manifest that was read; a writer needs none
         self._sampler: Optimizer | None = None
-        self._intact: dict[int, Record] = {}
+        self._intact: dict[int, Record] = {}  # samples whose content has been hashed
         self._frozen: dict[str, Tensor] | None = None
-        self._versions: dict[str, int] = {}
 
     # ---- making and opening
 
@@ -110,7 +111,7 @@ class SampleStore(Sequence[Sample]):
             resume: go on with the store that is there, if it is of the same model, sampler and schedule.
         """
         path, settings = Path(path), settings_of(sampler, schedule)
-        tensors = contents.describe(model, sampler)
+        tensors = contents.describe(contents.named_tensors(model), sampler)
         new = Manifest(__version__, tensors, settings)
         path.mkdir(parents=True, exist_ok=True)
         lock = Lock(path)
@@ -134,10 +135,10 @@ class SampleStore(Sequence[Sample]):
     @classmethod
     def _begun(cls, path: Path, manifest: Manifest, model: nn.Module, lock: Lock) -> SampleStore:
         (path / FOLDER).mkdir(exist_ok=True)
-        frozen = {name: info for name, info in manifest.tensors.items() if info.kind == "frozen"}
-        if frozen:
-            digest = files.write(path / FROZEN, files.tensor_parts(contents.gather(model, frozen)))
-            manifest = Manifest(manifest.library, manifest.tensors, manifest.settings, Record(None, digest))
+        files.sync_folder(path.parent)
+        if frozen := manifest.of_kind("frozen"):
+            parts = contents.gather(contents.named_tensors(model), frozen)
+            manifest = replace(manifest, frozen=Record(None, files.write(path / FROZEN, files.tensor_parts(parts))))
         files.write(path / MANIFEST, [manifest.to_json()])
         return cls(path, manifest, lock)
 
@@ -164,7 +165,9 @@ class SampleStore(Sequence[Sample]):
         if not (path / MANIFEST).exists():
             raise FileNotFoundError(f"there is no store in {path}: it has no {MANIFEST}")
         if not write:
-            return cls(path, cls._read(path))
+            store = cls(path, Manifest("", {}, {}))
+            store._refresh()
+            return store
         lock = Lock(path)
         try:
             return cls._writer(path, lock)
@@ -200,6 +203,7 @@ class SampleStore(Sequence[Sample]):
         """Let others write. Reading goes on."""
         if self._lock is not None:
             self._lock.release()
+            self._lock, self._intact = None, {}
 
     def __enter__(self) -> SampleStore:
         return self
@@ -215,25 +219,36 @@ class SampleStore(Sequence[Sample]):
         ``step`` says after how many steps; by default the sampler the store was created with is asked.
         """
         self.require_writable()
-        contents.check_fits(model, self.manifest.tensors, f"the store in {self.path}", formats=True)
-        self._check_frozen(model)
-        varying = {name: info for name, info in self.manifest.tensors.items() if info.kind != "frozen"}
-        index = len(self.manifest.samples)
         if step is None and self._sampler is not None:
             step = steps_of(self._sampler)
+        if step is not None and not is_count(step):
+            raise ValueError(
+                f"step must be how many steps the sampler has made, an integer that is not negative, got {step!r}"
+            )
+        tensors, index = contents.named_tensors(model), len(self.manifest.samples)
+        contents.check_fits(
+            contents.describe(tensors), self.manifest.tensors, f"the store in {self.path}", formats=True
+        )
+        self._check_frozen(tensors)
+        parts = files.tensor_parts(contents.gather(tensors, self.manifest.of_kind("parameter", "buffer")))
         try:
-            digest = files.write(self._file(index), files.tensor_parts(contents.gather(model, varying)))
-            record = Record(step, digest)
+            record = Record(step, files.write(self._file(index), parts))
             self._publish((*self.manifest.samples, record))
-        except OSError as error:
-            self.manifest = self._read(
-                self.path
-            )  # the last thing that can fail is to sync a manifest that is in its place
+        except BaseException as error:
+            self._recover()
+            if not isinstance(error, OSError):
+                raise
             became = "was not stored" if len(self.manifest.samples) == index else "may not outlive a power failure"
             message = f"{error.strerror}: sample {index} {became}; the {index} before it are safe"
             raise OSError(error.errno, message, str(self.path)) from error
         self._intact[index] = record
         return self[index]
+
+    def _recover(self) -> None:
+        """After something went wrong: know what is on the disk, which may be the new manifest, and remove what is not listed."""
+        with suppress(OSError, DamagedError):
+            self.manifest = self._read(self.path)
+            self._tidy()
 
     def truncate(self, count: int) -> None:
         """Keep the first samples only. `load_checkpoint` does this: what came after a checkpoint will be drawn again."""
@@ -263,13 +278,11 @@ class SampleStore(Sequence[Sample]):
                 f"the store in {self.path} is closed, or was opened by the process this one was forked from"
             )
 
-    def _check_frozen(self, model: nn.Module) -> None:
-        """Frozen parameters are stored once, so they must still be what they were; compared when torch says they may not be."""
-        for name, t in contents.named_tensors(model).items():
-            if self.manifest.tensors[name].kind == "frozen" and self._versions.get(name) != t._version:
-                if not torch.equal(t.detach().cpu(), self._frozen_tensors()[name]):
-                    raise ValueError(f"{name!r} is frozen, but has changed since the store was created")
-                self._versions[name] = t._version
+    def _check_frozen(self, tensors: Mapping[str, Tensor]) -> None:
+        """Frozen parameters are stored once, so they must still be what they were."""
+        for name, there in self._frozen_tensors().items():
+            if not torch.equal(contents.plain(tensors[name]).cpu(), contents.plain(there)):
+                raise ValueError(f"{name!r} is frozen, but has changed since the store was created")
 
     # ---- reading
 
@@ -300,13 +313,16 @@ class SampleStore(Sequence[Sample]):
     @property
     def nbytes(self) -> int:
         """All that the samples take on the disk, without the manifest."""
+        self._refresh()
         records = [*self.manifest.samples, *([self.manifest.frozen] if self.manifest.frozen else [])]
         return sum(record.digest.size for record in records)
 
     def verify(self) -> None:
         """Read every file, and raise a DamagedError that names all that are not what was written."""
         self._refresh()
-        found, self._frozen, self._intact = [], None, {}
+        self._frozen, self._intact = None, {}
+        self._frozen_tensors()  # without which no sample is whole
+        found = []
         for i, record in enumerate(self.manifest.samples):
             try:
                 self._load(i, record)
@@ -319,32 +335,28 @@ class SampleStore(Sequence[Sample]):
     def _file(self, index: int) -> Path:
         return self.path / FOLDER / f"{index:06d}.safetensors"
 
-    def _look(self) -> tuple[int, ...]:
-        about = os.stat(self.path / MANIFEST)
-        return about.st_ino, about.st_mtime_ns, about.st_size
-
     def _refresh(self) -> None:
         """A reader sees what has been added since; a writer is the one who adds."""
-        if self._stamp is not None and (stamp := self._look()) != self._stamp:
-            self.manifest, self._stamp = self._read(self.path), stamp
+        if self._lock is None:
+            about = os.stat(self.path / MANIFEST)
+            stamp = (about.st_ino, about.st_mtime_ns, about.st_size)
+            if stamp != self._stamp:
+                self.manifest, self._stamp = self._read(self.path), stamp
 
     def _load(self, index: int, record: Record) -> dict[str, Tensor]:
         what = f"sample {index} of {self.path}"
         specs = self.manifest.specs("parameter", "buffer")
-        intact = self._intact.get(index) == record  # hashed once
-        parts = files.map_tensors(self._file(index), specs, record.digest, what, check=not intact)
-        varying = {name: info for name, info in self.manifest.tensors.items() if info.kind != "frozen"}
-        tensors = contents.assemble(parts, varying, what) | self._frozen_tensors()
+        hashed = self._intact.get(index) == record
+        parts = files.map_tensors(self._file(index), specs, record.digest, what, check=not hashed)
+        tensors = contents.assemble(parts, self.manifest.of_kind("parameter", "buffer"), what) | self._frozen_tensors()
         self._intact[index] = record
         return {name: tensors[name] for name in self.manifest.tensors}
 
     def _frozen_tensors(self) -> dict[str, Tensor]:
+        if self.manifest.frozen is None:
+            return {}
         if self._frozen is None:
-            self._frozen = {}
-            if self.manifest.frozen is not None:
-                what = f"{FROZEN} of {self.path}"
-                specs = self.manifest.specs("frozen")
-                parts = files.map_tensors(self.path / FROZEN, specs, self.manifest.frozen.digest, what)
-                chosen = {name: info for name, info in self.manifest.tensors.items() if info.kind == "frozen"}
-                self._frozen = contents.assemble(parts, chosen, what)
+            what, specs = f"{FROZEN} of {self.path}", self.manifest.specs("frozen")
+            parts = files.map_tensors(self.path / FROZEN, specs, self.manifest.frozen.digest, what)
+            self._frozen = contents.assemble(parts, self.manifest.of_kind("frozen"), what)
         return self._frozen

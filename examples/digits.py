@@ -1,0 +1,124 @@
+"""Calibrated digits in 8 bits: train, store, average, and compare with the best single network SGD finds.
+
+    python examples/digits.py [FOLDER]
+
+The 8x8 digits of scikit-learn, 300 to train on, 300 to choose settings by, 1197 to test with. Everything the sampler does is
+in 8 bits (VC SGLDLP-L on weights, gradients, activations and errors in block floating point), and so are the samples it
+stores. SGD is in full precision, and both may choose among as many settings by what they give on the validation set. Kill it
+whenever you like, and start it again: it goes on where it was.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import qlangevin as ql
+
+FORMAT, BATCH = "bfp8", 50
+SGD_SETTINGS = tuple(product((0.03, 0.1), (1e-4, 1e-3, 1e-2)))  # learning rate, weight decay
+SGLD_SETTINGS = tuple(product((0.1, 0.3, 1.0), (0.03, 0.1)))  # precision of the prior, temperature
+
+
+class Split(NamedTuple):
+    x: Tensor
+    y: Tensor
+
+
+def digits(seed: int = 0) -> tuple[Split, Split, Split]:
+    """Training, validation and test set."""
+    images, labels = load_digits(return_X_y=True)
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
+    x, y = torch.tensor(images, dtype=torch.float32)[order] / 16, torch.tensor(labels)[order]
+    parts = (slice(0, 300), slice(300, 600), slice(600, None))
+    return tuple(Split(x[part], y[part]) for part in parts)  # type: ignore[return-value]
+
+
+def network(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(64, 100), nn.ReLU(), nn.Linear(100, 10))
+
+
+def sgd(train: Split, lr: float, weight_decay: float, epochs: int, seed: int) -> Callable[[Tensor], Tensor]:
+    """A network in full precision, trained with momentum and a learning rate that goes down to nothing."""
+    model, loader = network(seed), ql.Loader(TensorDataset(*train), BATCH, seed=seed)
+    optimizer = torch.optim.SGD(model.parameters(), lr, momentum=0.9, weight_decay=weight_decay)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs * len(loader))
+    while loader.epoch < epochs:
+        for x, y in loader:
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            schedule.step()
+    return lambda x: model(x).detach().softmax(1)
+
+
+def sgld(
+    train: Split, run: Path, prior: float, temperature: float, epochs: int, samples: int, seed: int
+) -> ql.Posterior:
+    """Samples in 8 bits, in a folder; a run that was interrupted is continued."""
+    model, n = network(seed), len(train.y)
+    ql.lower(model, activations=FORMAT, errors=FORMAT)
+    ql.pack(model, weights=FORMAT)
+    loader = ql.Loader(TensorDataset(*train), BATCH, seed=seed)
+    sampler = ql.SGLD(
+        model.parameters(), lr=1.0, num_data=n, temperature=temperature, weight_decay=prior / n, gradients=FORMAT, seed=seed
+    )
+    schedule = ql.CyclicalLR(sampler, epochs * len(loader), cycles=4, samples_per_cycle=samples // 4, exploration=0.5)
+    with ql.SampleStore.create(run, model, sampler, schedule, resume=True) as store:
+        whole = (run, model, sampler, schedule, loader, store)
+        ql.load_checkpoint(*whole, missing_ok=True)
+        while loader.epoch < epochs:
+            for x, y in loader:
+                sampler.zero_grad()
+                nn.functional.cross_entropy(model(x), y).backward()
+                sampler.step()
+                schedule.step()
+                if schedule.collect:
+                    store.append(model)
+            if loader.epoch % 50 == 0:
+                ql.save_checkpoint(*whole)
+    return ql.Posterior.open(run, model)
+
+
+def best(candidates: list[Callable[[Tensor], Tensor]], data: Split) -> int:
+    scores = [ql.metrics.evaluate(predict(data.x), data.y)["nll"] for predict in candidates]
+    return scores.index(min(scores))
+
+
+def main(folder: Path, epochs: int = 400, samples: int = 200, seed: int = 0) -> dict[str, dict[str, float]]:
+    train, validation, test = digits(seed)
+    networks = [sgd(train, *settings, epochs // 2, seed) for settings in SGD_SETTINGS]
+    posteriors = [
+        sgld(train, folder / f"prior{prior:g}-temperature{t:g}", prior, t, epochs, samples, seed)
+        for prior, t in SGLD_SETTINGS
+    ]
+    network, posterior = (
+        networks[best(networks, validation)],
+        posteriors[best([p.predict for p in posteriors], validation)],
+    )
+    rows = {
+        "best SGD network, FP32": network(test.x),
+        f"one sample, {FORMAT}": posterior[-1:].predict(test.x),
+        f"average of {len(posterior)} samples": posterior.predict(test.x),
+    }
+    scores = {name: ql.metrics.evaluate(p, test.y) for name, p in rows.items()}
+    print(f"{'':28}{'error':>8}{'NLL':>8}{'Brier':>8}{'ECE':>8}")
+    for name, s in scores.items():
+        print(f"{name:28}{s['error']:8.2%}{s['nll']:8.3f}{s['brier']:8.3f}{s['ece']:8.2%}")
+    store = ql.SampleStore.open(posterior.members[0].store.path)
+    weights = sum(p.numel() for p in posterior.model.parameters())
+    print(f"{len(store)} samples in {store.path}, {store.nbytes / len(store) / weights:.2f} bytes a weight")
+    return scores
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1] if len(sys.argv) > 1 else "results/digits"))
