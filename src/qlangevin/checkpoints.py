@@ -177,7 +177,7 @@ def _named(sampler: Any, schedule: Any, loader: Any) -> dict[str, Stateful]:
 
 def _hash(parts: Mapping[str, Tensor], text: str) -> str:
     """Of all there is: the file that would be written if the hash were not in it."""
-    return files.sha256(files.tensor_parts(parts, {"qlangevin": text}))()
+    return files.sha256(*files.tensor_parts(parts, {"qlangevin": text}))
 
 
 def _file(path: str | os.PathLike[str]) -> Path:

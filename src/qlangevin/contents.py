@@ -6,7 +6,8 @@ that grid; everything else goes in as it is.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch.optim import Optimizer
 
 from .files import DTYPES, DamagedError
 from .formats import FixedPoint, Float, Format
-from .manifest import NAMES, TensorInfo
+from .manifest import NAMES, Kind, TensorInfo
 from .ops import parse
 from .qtensor import QTensor, encode_on_grid
 
@@ -37,26 +38,21 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Parameters and persistent buffers; what is shared stands there once, under its first name."""
-    model, seen, found = unwrapped(model), set[int](), {}
-    for where, module in model.named_modules():
+    parameters, buffers = dict[int, tuple[str, Tensor]](), dict[int, tuple[str, Tensor]]()
+    for where, module in unwrapped(model).named_modules():
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             raise TypeError(
                 f"{where or 'the model'!r} ({type(module).__name__}) has extra state, which could hold anything; "
                 "only parameters and buffers can be stored"
             )
-    for name, t in _all_tensors(model):
-        if id(t) not in seen:
-            seen.add(id(t))
-            found[name] = t
-    return found
-
-
-def _all_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from model.named_parameters()
-    for where, module in model.named_modules():
-        for name, buffer in module.named_buffers(where, recurse=False):
-            if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
-                yield name, buffer
+        prefix = where + "." if where else ""
+        for name, p in module._parameters.items():
+            if p is not None:
+                parameters.setdefault(id(p), (prefix + name, p))
+        for name, b in module._buffers.items():
+            if b is not None and name not in module._non_persistent_buffers_set:
+                buffers.setdefault(id(b), (prefix + name, b))
+    return dict((parameters | {key: found for key, found in buffers.items() if key not in parameters}).values())
 
 
 def describe(tensors: Mapping[str, Tensor], sampler: Optimizer | None = None) -> dict[str, TensorInfo]:
@@ -69,14 +65,18 @@ def describe(tensors: Mapping[str, Tensor], sampler: Optimizer | None = None) ->
 def _info(name: str, t: Tensor, weights: str | Format | None) -> TensorInfo:
     if t.dtype not in DTYPES or t.layout != torch.strided:
         raise TypeError(f"{name!r} is a {t.layout} tensor of {t.dtype}, which cannot be stored")
-    if name == "__metadata__" or any("\ud800" <= letter <= "\udfff" for letter in name):
+    if name == "__metadata__" or name != name.encode(errors="ignore").decode():
         raise ValueError(f"{name!r} cannot be the name of a tensor in a file; rename it")
-    shape, dtype = tuple(t.shape), _DTYPE_NAMES[t.dtype]
     if not isinstance(t, nn.Parameter):
-        return TensorInfo("buffer", shape, dtype)
+        return _made("buffer", tuple(t.shape), t.dtype, None)
     format = t.format if isinstance(t, QTensor) else parse(weights) if weights is not None and t.requires_grad else None
+    return _made("parameter" if t.requires_grad else "frozen", tuple(t.shape), t.dtype, format)
+
+
+@lru_cache(maxsize=4096)  # every append asks for those of all tensors
+def _made(kind: Kind, shape: tuple[int, ...], dtype: torch.dtype, format: Format | None) -> TensorInfo:
     coded = str(format) if format is not None and format.storage_bits < 32 else None
-    return TensorInfo("parameter" if t.requires_grad else "frozen", shape, dtype, coded)
+    return TensorInfo(kind, shape, _DTYPE_NAMES[dtype], coded)
 
 
 def check_fits(
@@ -105,7 +105,11 @@ def check_fits(
 def gather(tensors: Mapping[str, Tensor], infos: Mapping[str, TensorInfo]) -> dict[str, Tensor]:
     """What files hold of the tensors that are described: contiguous, on the CPU."""
     parts = [_parts(name, tensors[name], info) for name, info in infos.items()]
-    return {part: t.cpu().contiguous().resolve_conj().resolve_neg() for found in parts for part, t in found.items()}
+    return {part: _resolved(t.cpu().contiguous()) for found in parts for part, t in found.items()}
+
+
+def _resolved(t: Tensor) -> Tensor:
+    return t.resolve_conj().resolve_neg() if t.is_conj() or t.is_neg() else t
 
 
 def _parts(name: str, t: Tensor, info: TensorInfo) -> dict[str, Tensor]:
@@ -127,10 +131,12 @@ def _parts(name: str, t: Tensor, info: TensorInfo) -> dict[str, Tensor]:
 
 def plain(t: Tensor) -> Tensor:
     """The numbers of a tensor, packed or not, without a way back for autograd."""
+    if not isinstance(t, QTensor):
+        return t.detach()
     with (
         torch.no_grad()
-    ):  # detaching a QTensor would do, but the first time that brings in the compiler, which takes seconds
-        return t.decode() if isinstance(t, QTensor) else t.detach()
+    ):  # detaching it would do too, but the first time that brings in the compiler, which takes seconds
+        return t.decode()
 
 
 def assemble(parts: Mapping[str, Tensor], tensors: Mapping[str, TensorInfo], what: str) -> dict[str, Tensor]:

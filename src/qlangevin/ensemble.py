@@ -17,7 +17,7 @@ from torch.func import functional_call, vmap
 from torch.nn.utils.rnn import PackedSequence
 
 from . import lowering
-from .contents import unwrapped
+from .contents import named_tensors, unwrapped
 
 __all__ = ["Ensemble", "evaluating", "inputs_of", "reestimated"]
 
@@ -38,7 +38,7 @@ class Ensemble:
         kinds = {type(module) for module in self.model.modules()}
         self.recurrent = any(issubclass(kind, nn.RNNBase) for kind in kinds)
         self.convolves = any(issubclass(kind, nn.modules.conv._ConvNd) for kind in kinds)
-        self.buffers = {name for name, _ in self.model.named_buffers()}
+        self.places = Places(self.model)
         self.vectorize = vectorize
         self.refused = False  # to be vectorized
         self.kept: Tensors | None = None
@@ -107,11 +107,9 @@ class Ensemble:
 
     def _run(self, tensors: Tensors, x: Any) -> Tensor:
         args, kwargs = inputs_of(x)
-        own = {
-            name: t.clone() if name in self.buffers else t for name, t in tensors.items()
-        }  # buffers may be written to
         versions = [t._version for t in tensors_in(x)]
-        output = functional_call(self.model, own, args, kwargs)
+        with self.places.filled(tensors):
+            output = self.model(*args, **kwargs)
         if [t._version for t in tensors_in(x)] != versions:
             raise ValueError(
                 "the model changes its input in place, so that the next sample would see another; let it copy"
@@ -122,6 +120,34 @@ class Ensemble:
                 f"the model must return a tensor of floating-point numbers, got {kind}; wrap it in one that does"
             )
         return output
+
+
+class Places:
+    """Where a model's parameters and persistent buffers are. `torch.func.functional_call` does the same each time anew."""
+
+    def __init__(self, model: nn.Module) -> None:
+        if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
+            raise TypeError("the weights of a scripted module cannot be exchanged; give the module it was made from")
+        first = {id(t): name for name, t in named_tensors(model).items()}
+        self.places: list[tuple[dict[str, Any], str, str, bool]] = [
+            (slots, key, first[id(t)], slots is module._buffers)
+            for module in model.modules()
+            for slots in (module._parameters, module._buffers)
+            for key, t in slots.items()
+            if id(t) in first
+        ]
+
+    @contextmanager
+    def filled(self, tensors: Tensors) -> Iterator[None]:
+        """Within this context other tensors are in these places; copies of buffers, because a model may write to them."""
+        before = [slots[key] for slots, key, _, _ in self.places]
+        try:
+            for slots, key, name, is_buffer in self.places:
+                slots[key] = tensors[name].clone() if is_buffer else tensors[name]
+            yield
+        finally:
+            for (slots, key, _, _), t in zip(self.places, before, strict=True):
+                slots[key] = t
 
 
 @contextmanager

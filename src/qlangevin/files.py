@@ -17,10 +17,12 @@ import mmap
 import os
 import stat
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
-from contextlib import contextmanager
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import lru_cache
 from pathlib import Path
+from threading import Thread
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -31,7 +33,8 @@ __all__ = ["DamagedError", "Digest", "Spec", "map_tensors", "parse_json", "read"
 
 HEADER_LIMIT = 100_000_000  # bytes; the format's own
 JSON_LIMIT = 64_000_000
-PIECE = 1 << 22  # bytes that are hashed in one go; several can be at the same time
+AT_ONCE = 512  # parts that the system takes in one call
+PIECE = 1 << 21  # bytes that are hashed in one go; several can be at the same time
 
 Bytes: TypeAlias = bytes | memoryview
 Spec: TypeAlias = tuple[torch.dtype, tuple[int, ...]]  # of a stored tensor
@@ -73,27 +76,65 @@ def write(path: Path, parts: Sequence[Bytes]) -> Digest:
 
 
 def _write_and_hash(file: Any, parts: Sequence[Bytes]) -> Digest:
-    with ThreadPoolExecutor(2) as pool:  # hashing and the disk both let go of the interpreter
-        hashed = sha256(parts, pool)
-        for part in parts:
-            left = memoryview(part)
-            while left:
-                left = left[file.write(left) :]
-        os.fsync(file.fileno())
-        return Digest(sum(map(len, parts)), hashed())
+    descriptor, size, hashing = file.fileno(), sum(map(len, parts)), Hashing(parts)
+    hashing.help()
+    if size > PIECE and hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(descriptor, 0, size)  # a disk that is full says so now; and the rest is faster
+    for piece in _cut(parts):
+        _write_all(descriptor, piece)
+    hashing.help()  # copying has kept a processor busy; waiting for the disk will not
+    os.fsync(descriptor)
+    return Digest(size, hashing.result())
 
 
-def sha256(parts: Sequence[Bytes], pool: Executor | None = None) -> Callable[[], str]:
+def _write_all(descriptor: int, parts: Sequence[Bytes]) -> None:
+    """Several parts in one call, and the disk begins with them while the next are copied."""
+    left = [memoryview(part) for part in parts if len(part)]
+    while left:
+        written = os.writev(descriptor, left[:AT_ONCE])
+        while left and written >= len(left[0]):
+            written -= len(left.pop(0))
+        if written:
+            left[0] = left[0][written:]
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(
+            descriptor, 0, 0, os.POSIX_FADV_DONTNEED
+        )  # of all that is not on the disk yet, Linux makes a start
+
+
+class Hashing:
     """The SHA-256 of a file's bytes; of a file longer than a piece, the SHA-256 of those of its pieces.
 
-    Pieces are hashed in the threads of a pool while something else is done; what is returned waits for the result.
+    Threads that `help` hash pieces while something else is done; whoever wants the result does what is left.
     """
-    pieces = list(_cut(parts))
-    if pool is None or len(pieces) == 1:
-        digests = [_hash(piece) for piece in pieces]
-        return lambda: (digests[0] if len(digests) == 1 else _hash(digests)).hex()
-    waiting = [pool.submit(_hash, piece) for piece in pieces]
-    return lambda: _hash([each.result() for each in waiting]).hex()
+
+    def __init__(self, parts: Sequence[Bytes]) -> None:
+        self.pieces = deque(enumerate(_cut(parts)))
+        self.digests = [b""] * len(self.pieces)
+        self.threads: list[Thread] = []
+
+    def help(self) -> None:
+        if len(self.digests) > 1:
+            self.threads.append(Thread(target=self._work, daemon=True))
+            self.threads[-1].start()
+
+    def _work(self) -> None:
+        with suppress(IndexError):  # when there is none left
+            while True:
+                i, piece = self.pieces.popleft()
+                self.digests[i] = _hash(piece)
+
+    def result(self) -> str:
+        self._work()
+        for thread in self.threads:
+            thread.join()
+        return (self.digests[0] if len(self.digests) == 1 else _hash(self.digests)).hex()
+
+
+def sha256(*parts: Bytes) -> str:
+    hashing = Hashing(parts)
+    hashing.help()
+    return hashing.result()
 
 
 def _hash(parts: Sequence[Bytes]) -> bytes:
@@ -129,17 +170,23 @@ def sync_folder(folder: Path) -> None:
 
 def tensor_parts(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> list[Bytes]:
     """A safetensors file of contiguous tensors on the CPU, as the pieces of memory it consists of."""
+    specs = tuple((name, t.dtype, tuple(t.shape)) for name, t in tensors.items())
+    header, names = _header(specs, tuple((metadata or {}).items()))
+    return [header, *(_memory(tensors[name]) for name in names)]
+
+
+@lru_cache(maxsize=8)  # all samples of a store have the same
+def _header(specs: tuple[tuple[str, torch.dtype, tuple[int, ...]], ...], metadata: Any) -> tuple[bytes, list[str]]:
+    """The first bytes of a file, and the names of the tensors in the order in which they follow."""
     ranks = {dtype: i for i, dtype in enumerate(DTYPES)}
-    names = sorted(tensors, key=lambda name: (ranks[tensors[name].dtype], name))
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
-    for name in names:
-        t, start = tensors[name], end
-        end += t.numel() * t.element_size()
-        header[name] = {"dtype": DTYPES[t.dtype], "shape": list(t.shape), "data_offsets": [start, end]}
+    for name, dtype, shape in sorted(specs, key=lambda spec: (ranks[spec[1]], spec[0])):
+        start, end = end, end + math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    return [struct.pack("<Q", len(text)) + text, *(_memory(tensors[name]) for name in names)]
+    return struct.pack("<Q", len(text)) + text, [name for name in header if name != "__metadata__"]
 
 
 def _memory(t: Tensor) -> memoryview:
@@ -231,8 +278,8 @@ def map_tensors(
 
 
 def _has(mapped: mmap.mmap, digest: str) -> bool:
-    with memoryview(mapped) as everything, ThreadPoolExecutor(2) as pool:
-        return sha256([everything], pool)() == digest
+    with memoryview(mapped) as everything:
+        return sha256(everything) == digest
 
 
 def check_same(found: Mapping[str, Any], wanted: Mapping[str, Any], what: str) -> None:

@@ -9,6 +9,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, Literal, TypeAlias, get_args
 
 import torch
@@ -113,11 +114,15 @@ class Manifest:
             "frozen": self.frozen.as_json() if self.frozen else None,
             "samples": [record.as_json() for record in self.samples],
         }
-        lines = {name: json.dumps(value, allow_nan=False) for name, value in content.items()}
-        tensors = [f"{json.dumps(name)}: {json.dumps(info.as_json())}" for name, info in self.tensors.items()]
-        samples = [json.dumps(record.as_json()) for record in self.samples]
-        lines |= {"tensors": "{\n" + ",\n".join(tensors) + "\n}", "samples": "[\n" + ",\n".join(samples) + "\n]"}
-        lines["sha256"] = json.dumps(_checksum(content))
+        lines = {
+            **{
+                name: json.dumps(content[name], allow_nan=False) for name in ("store", "version", "library", "settings")
+            },
+            "tensors": _lines_of(tuple(self.tensors.items())),
+            "frozen": json.dumps(content["frozen"]),
+            "samples": "[\n" + ",\n".join(json.dumps(record.as_json()) for record in self.samples) + "\n]",
+            "sha256": json.dumps(_checksum(content)),
+        }
         return ("{\n" + ",\n".join(f'"{name}": {line}' for name, line in lines.items()) + "\n}\n").encode()
 
     @classmethod
@@ -151,6 +156,11 @@ class Manifest:
         return {part: spec for parts in chosen for part, spec in parts.items()}
 
 
+@lru_cache(maxsize=4)  # every sample needs them again
+def _lines_of(tensors: tuple[tuple[str, TensorInfo], ...]) -> str:
+    return "{\n" + ",\n".join(f"{json.dumps(name)}: {json.dumps(info.as_json())}" for name, info in tensors) + "\n}"
+
+
 def require(condition: bool, why: str) -> None:
     if not condition:
         raise DamagedError(f"the manifest is damaged: {why}")
@@ -158,7 +168,7 @@ def require(condition: bool, why: str) -> None:
 
 def _checksum(content: dict[str, Any]) -> str:
     try:
-        return sha256([json.dumps(content, sort_keys=True, separators=(",", ":")).encode()])()
+        return sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
     except RecursionError:
         raise DamagedError("the manifest is damaged: it is nested too deeply") from None
 
