@@ -14,7 +14,7 @@ help:
 	@echo 'make demo       Figure 1 of the paper, in seconds'
 	@echo 'make test       lint, types and tests'
 	@echo 'make bench      time and memory, against the rivals'
-	@echo 'make reproduce  the experiments at full length'
+	@echo 'make reproduce  the experiments at full length; 100 runs killed and resumed; 10000 damaged stores'
 	@echo 'make clean      remove .venv and everything that was built'
 
 demo: $(VENV)/.ready
@@ -31,6 +31,8 @@ bench: $(VENV)/.ready-bench
 
 reproduce: $(VENV)/.ready
 	$(VENV)/bin/qlangevin run gaussian --full
+	$(VENV)/bin/python -m benchmarks.kills --runs 100
+	$(VENV)/bin/python -m benchmarks.fuzz --count 10000
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

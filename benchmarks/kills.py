@@ -38,7 +38,7 @@ Waiting: TypeAlias = Generator[None, None, Any]  # yields while there is nothing
 Made = tuple[nn.Module, ql.SGLD, Any, ql.Loader]
 
 PHASES = ("start", "step", "append", "checkpoint")
-CALLS = ("open", "write", "fsync", "replace", "unlink")
+CALLS = ("open", "writev", "fsync", "replace", "unlink")
 DATA = TensorDataset(torch.randn(50, 8, generator=torch.Generator().manual_seed(1)), torch.arange(50) % 3)
 EVERY = 7  # steps between checkpoints; samples are collected at other intervals
 
@@ -120,20 +120,16 @@ class Calls:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def around(self, call: str, real: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        self.reach(call, lambda: real(args[0][: len(args[0]) // 2]) if call == "write" else None)
+        half = args[1][0][: len(args[1][0]) // 2] if call == "writev" else b""
+        self.reach(call, lambda: os.write(args[0], half) if half else None)
         result = real(*args, **options)
         self.reach(call)
         return result
 
     def patches(self) -> tuple[Any, Any]:
         names = {name: getattr(os, name) for name in dir(os)}
-        names |= {call: partial(self.around, call, names[call]) for call in ("open", "fsync", "replace")}
-        save, unlink = files._write_and_hash, Path.unlink
-
-        def saved(file: Any, parts: Any) -> files.Digest:
-            return save(SimpleNamespace(fileno=file.fileno, write=partial(self.around, "write", file.write)), parts)
-
-        patched = mock.patch.multiple(files, os=SimpleNamespace(**names), _write_and_hash=saved)
+        names |= {call: partial(self.around, call, names[call]) for call in ("open", "writev", "fsync", "replace")}
+        patched, unlink = mock.patch.object(files, "os", SimpleNamespace(**names)), Path.unlink
         return patched, mock.patch.object(Path, "unlink", lambda *a, **o: self.around("unlink", unlink, *a, **o))
 
 

@@ -316,10 +316,10 @@ MISFITS: dict[str, tuple[Callable[[], Run], str]] = {
     "groups": (lambda: _with_sampler(_two_groups), "one for each of 2 groups"),
     "group": (lambda: _with_sampler(_part), "parameter group that doesn't match the size"),
     "optimizer": (lambda: _with_sampler(lambda model: torch.optim.SGD(model.parameters(), 0.1)), "SGLD|SGD|sampler"),
-    "schedule's length": (lambda: make(samples=3), "of another schedule: samples is 4 in the state and 3 here"),
+    "schedule's length": (lambda: make(samples=3), "of another schedule: samples is 4 there and 3 here"),
     "schedule": (lambda: make("cyclical"), "LinearDecayLR as schedule"),
     "torch's schedule": (lambda: _with_schedule(lambda s: torch.optim.lr_scheduler.StepLR(s, 2)), "schedule"),
-    "loader": (lambda: make(batch_size=4), "another order: batch_size is 6 in the state and 4 here"),
+    "loader": (lambda: make(batch_size=4), "another order: batch_size is 6 there and 4 here"),
     "lowering": (lambda: make(lower=True), "of a model lowered otherwise: '0'"),
 }
 

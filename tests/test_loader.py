@@ -238,10 +238,10 @@ def test_loading_ends_older_iterators() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"seed": 1}, "another order: seed is 1 in the state and 0 here$"),
-        ({"num_data": 9, "batch_size": 3}, "num_data is 9 in the state and 8 here, batch_size is 3 in the state and 2"),
-        ({"drop_last": True}, "drop_last is True in the state and False here"),
-        ({"shuffle": False}, "shuffle is False in the state and True here"),
+        ({"seed": 1}, "another order: seed is 1 there and 0 here$"),
+        ({"num_data": 9, "batch_size": 3}, "num_data is 9 there and 8 here, batch_size is 3 there and 2"),
+        ({"drop_last": True}, "drop_last is True there and False here"),
+        ({"shuffle": False}, "shuffle is False there and True here"),
         ({"position": 4}, "position must be less than 4, the batches of an epoch, got 4"),
         ({"position": -1}, "position must be an integer, at least 0, got -1"),
         ({"epoch": 1.5}, "epoch must be an integer, at least 0, got 1.5"),

@@ -22,10 +22,10 @@ PACKAGE = ROOT / "src" / "qlangevin"
 
 # Data flows down: a module imports only from those before it. "" is the package itself, its public names.
 ORDER = [
-    *["version", "formats", "random", "rounding", "ops", "native", "codes", "qtensor"],
-    *["steps", "settings", "arrival", "samplers", "schedules", "loader", "selection", "packing"],
+    *["version", "checks", "formats", "random", "rounding", "ops", "native", "codes", "qtensor"],
+    *["steps", "settings", "arrival", "samplers", "moments", "schedules", "loader", "selection", "packing"],
     *["saving", "flow", "convolution", "recurrent", "lowering"],
-    *["files", "locking", "manifest", "contents", "origin", "store", "trees", "checkpoints"],
+    *["files", "locking", "manifest", "contents", "reading", "origin", "store", "trees", "checkpoints"],
     *["links", "ensemble", "progress", "posterior", "metrics", "diagnostics", "theory", "distributed"],
     "",  # the library ends here
     *["experiments.data", "experiments.models", "experiments.methods", "experiments.gaussian"],

@@ -646,7 +646,9 @@ def test_resume_goes_on_with_the_same_settings_only(tmp_path: Path) -> None:
         assert len(s) == 1
     with pytest.raises(FileExistsError, match=r"holds a store already; create\(..., resume=True\) goes on with it"):
         sampled(tmp_path)
-    with pytest.raises(ValueError, match=r"begun with other settings: sampler.groups\[0\].lr is 0.1 there and 0.2 now"):
+    with pytest.raises(
+        ValueError, match=r"begun with other settings: sampler.groups\[0\].lr is 0.1 there and 0.2 here"
+    ):
         sampled(tmp_path, resume=True, lr=0.2)
     with pytest.raises(
         ValueError, match=r"begun with other settings: .*schedule.schedule is 'ConstantLR' there and 'Cyclical"

@@ -16,9 +16,10 @@ from .packing import pack, unpack
 from .posterior import Posterior
 from .qtensor import QTensor, encode
 from .random import Key
+from .reading import Sample
 from .samplers import SGLD
 from .schedules import ConstantLR, CyclicalLR, LinearDecayLR, StepDecayLR
-from .store import Sample, SampleStore
+from .store import SampleStore
 from .version import __version__
 
 if TYPE_CHECKING:

@@ -5,13 +5,13 @@ Hence a resumed run sees exactly the batches that the interrupted one did not.
 
 from __future__ import annotations
 
-import numbers
 from collections.abc import Iterator, Sized
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from .checks import differences, whole
 from .random import Key
 
 __all__ = ["Loader"]
@@ -52,7 +52,7 @@ class Loader(DataLoader[Any]):
         refused += [] if options.get("in_order", True) else ["in_order=False"]
         if refused:
             raise TypeError(f"the order of a Loader follows from its seed; leave out {', '.join(refused)}")
-        batch_size = _whole("batch_size", batch_size, 1)
+        batch_size = whole("batch_size", batch_size, 1)
         self._order = _Order(_length(dataset), batch_size, bool(shuffle), Key(seed).seed)
         self._newest = 0  # iterator
         options = {name: value for name, value in options.items() if name not in ("sampler", "batch_sampler")}
@@ -96,14 +96,11 @@ class Loader(DataLoader[Any]):
         here = self.state_dict()
         if missing := [name for name in here if name not in state_dict]:
             raise ValueError(f"this is not the state of a Loader: it has no {', '.join(missing)}")
-        wrong = [
-            f"{name} is {state_dict[name]!r} in the state and {mine!r} here"
-            for name, mine in here.items()
-            if name not in ("epoch", "position") and state_dict[name] != mine
-        ]
-        if wrong:
+        moving = ("epoch", "position")
+        there, mine = ({name: state[name] for name in here if name not in moving} for state in (state_dict, here))
+        if wrong := differences(there, mine):
             raise ValueError(f"the state is of a loader with another order: {', '.join(wrong)}")
-        epoch, position = (_whole(name, state_dict[name], 0) for name in ("epoch", "position"))
+        epoch, position = (whole(name, state_dict[name], 0) for name in ("epoch", "position"))
         if position >= len(self):
             raise ValueError(f"position must be less than {len(self)}, the batches of an epoch, got {position}")
         self._order.epoch, self._order.position = epoch, position
@@ -166,9 +163,3 @@ def _length(dataset: Any) -> int:
     if len(dataset) == 0:
         raise ValueError("the dataset is empty; a Loader needs at least one example")
     return len(dataset)
-
-
-def _whole(name: str, value: Any, least: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or int(value) < least:
-        raise ValueError(f"{name} must be an integer, at least {least}, got {value!r}")
-    return int(value)

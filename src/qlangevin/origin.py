@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from .schedules import Schedule
 
-__all__ = ["differences", "settings_of", "steps_of"]
+__all__ = ["settings_of", "steps_of"]
 
 
 def settings_of(sampler: Optimizer | None, schedule: LRScheduler | None) -> dict[str, Any]:
@@ -47,18 +47,3 @@ def _group(group: Mapping[str, Any]) -> dict[str, Any]:
 def steps_of(sampler: Optimizer) -> int:
     """How many steps a sampler has made."""
     return max((int(state["step"]) for state in sampler.state.values() if "step" in state), default=0)
-
-
-def differences(old: Any, new: Any, where: str = "") -> list[str]:
-    """What differs between two sets of settings, in words."""
-    if old == new:
-        return []
-    if isinstance(old, Mapping) and isinstance(new, Mapping):
-        names = [*old, *(name for name in new if name not in old)]
-        return [
-            line for n in names for line in differences(old.get(n), new.get(n), f"{where}.{n}" if where else str(n))
-        ]
-    if isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
-        pairs = enumerate(zip(old, new, strict=True))
-        return [line for i, (a, b) in pairs for line in differences(a, b, f"{where}[{i}]")]
-    return [f"{where} is {old!r} there and {new!r} now"]

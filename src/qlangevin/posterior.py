@@ -19,11 +19,12 @@ from . import contents, ops
 from .ensemble import Ensemble, inputs_of, reestimated, tensors_in
 from .links import Average, Link, Uncertainty, predicted
 from .progress import progress_bar
-from .store import Sample, SampleStore
+from .reading import Sample, Samples
+from .store import SampleStore
 
 __all__ = ["Posterior"]
 
-Source: TypeAlias = str | os.PathLike[str] | SampleStore | Sample | Sequence[Sample]
+Source: TypeAlias = str | os.PathLike[str] | Samples | Sample | Sequence[Sample]
 
 TOGETHER = 512  # examples of a loader for which a sample is decoded once
 
@@ -193,7 +194,7 @@ class Posterior:
 
 
 def _sources(stores: Source | Iterable[Source]) -> list[Source]:
-    if isinstance(stores, (str, os.PathLike, SampleStore)):
+    if isinstance(stores, (str, os.PathLike, Samples)):
         return [stores]
     if isinstance(stores, Sample):
         return [[stores]]

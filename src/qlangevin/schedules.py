@@ -16,18 +16,17 @@ from __future__ import annotations
 
 import copy
 import math
-import numbers
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from fractions import Fraction
-from functools import lru_cache
 from itertools import pairwise
 from typing import Any, TypeAlias
 
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import Optimizer
+
+from .checks import differences, fraction, number, whole
+from .moments import after_burn_in, part_of, spread
 
 __all__ = ["ConstantLR", "CyclicalLR", "LinearDecayLR", "Schedule", "StepDecayLR"]
 
@@ -114,20 +113,15 @@ class Schedule(LRScheduler, ABC):
         here, saved = self.settings(), state.get("settings")
         if not isinstance(saved, dict):
             raise ValueError(f"this is not the state of a schedule of qlangevin: its settings are {saved!r}")
-        wrong = [
-            f"{name} is {saved.get(name, 'absent')!r} in the state and {here.get(name, 'absent')!r} here"
-            for name in dict.fromkeys([*here, *saved])
-            if name not in saved or name not in here or saved[name] != here[name]
-        ]
-        if wrong:
+        if wrong := differences(saved, here):
             raise ValueError(f"the state is of another schedule: {', '.join(wrong)}")
-        _whole("last_epoch", state.get("last_epoch"), 0, self.total_steps)
+        whole("last_epoch", state.get("last_epoch"), 0, self.total_steps)
         for name in self._bases:
             groups, values = len(self.optimizer.param_groups), state.get(name)
             if not isinstance(values, list) or len(values) != groups:
                 raise ValueError(f"{name} must be a list of numbers, one for each of {groups} groups, got {values!r}")
             for value in values:
-                _number(name, value)
+                number(name, value)
 
 
 class ConstantLR(Schedule):
@@ -141,7 +135,7 @@ class ConstantLR(Schedule):
     """
 
     def __init__(self, optimizer: Optimizer, total_steps: int, samples: int, *, burn_in: float = 0.5) -> None:
-        super().__init__(optimizer, **_after_burn_in(total_steps, samples, burn_in))
+        super().__init__(optimizer, **after_burn_in(total_steps, samples, burn_in))
 
     def factor(self, step: int) -> float:
         return 1.0
@@ -171,12 +165,12 @@ class LinearDecayLR(Schedule):
         decayed_at: float = 0.9,
         final: float = 0.01,
     ) -> None:
-        self.flat_until, self.decayed_at = _fraction("flat_until", flat_until), _fraction("decayed_at", decayed_at)
-        self.final = _fraction("final", final)
+        self.flat_until, self.decayed_at = fraction("flat_until", flat_until), fraction("decayed_at", decayed_at)
+        self.final = fraction("final", final)
         if self.flat_until > self.decayed_at:
             raise ValueError(f"flat_until must not come after decayed_at, got {flat_until} and {decayed_at}")
         shape: dict[str, Any] = {"flat_until": self.flat_until, "decayed_at": self.decayed_at, "final": self.final}
-        super().__init__(optimizer, **_after_burn_in(total_steps, samples, burn_in), **shape)
+        super().__init__(optimizer, **after_burn_in(total_steps, samples, burn_in), **shape)
 
     def factor(self, step: int) -> float:
         t = step / self.total_steps
@@ -210,11 +204,11 @@ class StepDecayLR(Schedule):
     ) -> None:
         if not isinstance(milestones, Iterable):
             raise ValueError(f"milestones must be several fractions, got {milestones!r}")
-        fractions = [_fraction("milestones", m) for m in milestones]
+        fractions = [fraction("milestones", m) for m in milestones]
         if any(a >= b for a, b in pairwise(fractions)):
             raise ValueError(f"milestones must increase, got {fractions}")
-        plan = _after_burn_in(total_steps, samples, burn_in)
-        self.drops, self.gamma = [_part(m, plan["total_steps"]) for m in fractions], _fraction("gamma", gamma)
+        plan = after_burn_in(total_steps, samples, burn_in)
+        self.drops, self.gamma = [part_of(m, plan["total_steps"]) for m in fractions], fraction("gamma", gamma)
         super().__init__(optimizer, **plan, milestones=[*fractions], gamma=self.gamma)
 
     def factor(self, step: int) -> float:
@@ -253,13 +247,13 @@ class CyclicalLR(Schedule):
         exploration: float = 0.8,
         exploration_temperature: float | None = None,
     ) -> None:
-        self.total_steps = _whole("total_steps", total_steps, 1)
-        self.cycles = _whole("cycles", cycles, 1, self.total_steps)
-        self.exploration = _fraction("exploration", exploration)
-        moments = self._moments_of_cycles(_whole("samples_per_cycle", samples_per_cycle, 0))
+        self.total_steps = whole("total_steps", total_steps, 1)
+        self.cycles = whole("cycles", cycles, 1, self.total_steps)
+        self.exploration = fraction("exploration", exploration)
+        moments = self._moments_of_cycles(whole("samples_per_cycle", samples_per_cycle, 0))
         self.exploration_temperature = exploration_temperature
         if exploration_temperature is not None:
-            self.exploration_temperature = _number("exploration_temperature", exploration_temperature)
+            self.exploration_temperature = number("exploration_temperature", exploration_temperature)
             self._bases = ("base_lrs", "base_temperatures")
             self.base_temperatures = _initial_temperatures(optimizer)
         super().__init__(
@@ -269,15 +263,15 @@ class CyclicalLR(Schedule):
 
     def _moments_of_cycles(self, samples: int) -> list[int]:
         shortest = self.total_steps // self.cycles
-        left = shortest - _part(self.exploration, shortest)
+        left = shortest - part_of(self.exploration, shortest)
         if samples > left:
             raise ValueError(
                 f"samples_per_cycle must be at most {left}, the steps that exploration={self.exploration} leaves of the "
                 f"shortest cycle, which has {shortest}; got {samples}"
             )
         ends = [c * self.total_steps // self.cycles for c in range(1, self.cycles + 1)] if samples else []
-        begins = [begin + _part(self.exploration, end - begin) for begin, end in zip([0, *ends], ends, strict=False)]
-        return [moment for begin, end in zip(begins, ends, strict=True) for moment in _spread(begin, end, samples)]
+        begins = [begin + part_of(self.exploration, end - begin) for begin, end in zip([0, *ends], ends, strict=False)]
+        return [moment for begin, end in zip(begins, ends, strict=True) for moment in spread(begin, end, samples)]
 
     def place(self, step: int) -> tuple[int, int]:
         """How many steps of its cycle are done after ``step`` in all, and how many the cycle has."""
@@ -294,7 +288,7 @@ class CyclicalLR(Schedule):
     def exploring(self) -> bool:
         """Whether the next step explores."""
         done, length = self.place(self.last_epoch)
-        return done < _part(self.exploration, length)
+        return done < part_of(self.exploration, length)
 
     def _set_temperatures(self) -> None:
         if self.exploration_temperature is None:
@@ -303,50 +297,6 @@ class CyclicalLR(Schedule):
         for group, own in zip(self.optimizer.param_groups, self.base_temperatures, strict=True):
             group["initial_temperature"] = own
             group["temperature"] = self.exploration_temperature if exploring else own
-
-
-def _after_burn_in(total_steps: int, samples: int, burn_in: float) -> dict[str, Any]:
-    """The checked arguments that most schedules share, and the moments they mean."""
-    total_steps, samples = _whole("total_steps", total_steps, 1), _whole("samples", samples, 0)
-    burn_in = _fraction("burn_in", burn_in)
-    begin = _part(burn_in, total_steps)
-    if samples > total_steps - begin:
-        raise ValueError(
-            f"samples must be at most {total_steps - begin}, the steps that burn_in={burn_in} leaves of {total_steps}, "
-            f"got {samples}"
-        )
-    moments = _spread(begin, total_steps, samples)
-    return {"moments": moments, "total_steps": total_steps, "samples": samples, "burn_in": burn_in}
-
-
-def _spread(begin: int, end: int, count: int) -> list[int]:
-    """That many integers, evenly spaced over those after ``begin``; the last is ``end``."""
-    return [begin + i * (end - begin) // count for i in range(1, count + 1)]
-
-
-@lru_cache(maxsize=64)
-def _part(fraction: float, steps: int) -> int:
-    """The first step that has reached a fraction of all. A fraction is the simple one it was meant as: 1/3, not 1/3 - 2e-17."""
-    return math.ceil(Fraction(fraction).limit_denominator(10**9) * steps)
-
-
-def _whole(name: str, value: Any, least: int, most: int | None = None) -> int:
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or int(value) < least:
-        raise ValueError(f"{name} must be an integer, at least {least}, got {value!r}")
-    if most is not None and int(value) > most:
-        raise ValueError(f"{name} must be at most {most}, the number of steps, got {value!r}")
-    return int(value)
-
-
-def _number(name: str, value: Any, most: float = sys.float_info.max) -> float:
-    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not 0 <= float(value) <= most:
-        kind = "a fraction, between 0 and 1" if most == 1 else "a finite number that is not negative"
-        raise ValueError(f"{name} must be {kind}, got {value!r}")
-    return float(value)
-
-
-def _fraction(name: str, value: Any) -> float:
-    return _number(name, value, most=1)
 
 
 def _initial_temperatures(optimizer: Optimizer) -> list[float]:

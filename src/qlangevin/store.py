@@ -1,23 +1,19 @@
 """Samples on disk, a byte a weight: a folder that survives its writer.
 
-    run/manifest.json              what the samples are of, and the checksum of every file
-    run/frozen.safetensors         frozen parameters, once
-    run/samples/000000.safetensors codes and exponents of the first sample, and its buffers
-
 A sample is in its place, synced, before the manifest that lists it is: a process that dies at any moment leaves the samples
 before that moment as they were. There is nothing in a store of when, where or how often interrupted it was written: the same
-chain gives the same bytes.
+chain gives the same bytes. `reading` says what is in the folder.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,69 +21,27 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from . import contents, files
+from .checks import differences
 from .files import DamagedError
 from .locking import Lock
 from .manifest import Manifest, Record, is_count
-from .origin import differences, settings_of, steps_of
+from .origin import settings_of, steps_of
+from .reading import FOLDER, FROZEN, MANIFEST, Sample, Samples
 from .version import __version__
 
-__all__ = ["Sample", "SampleStore"]
-
-MANIFEST, FROZEN, FOLDER = "manifest.json", "frozen.safetensors", "samples"
+__all__ = ["SampleStore"]
 
 
-class Sample(Mapping[str, Tensor]):
-    """One sample: its tensors by name, mapped into memory when first asked for; packed parameters are `QTensor`s."""
-
-    def __init__(self, store: SampleStore, index: int, record: Record) -> None:
-        self.index, self.step, self.nbytes = index, record.step, record.digest.size
-        self.store, self._record = store, record
-        self._tensors: dict[str, Tensor] | None = None
-
-    @property
-    def tensors(self) -> Mapping[str, Tensor]:
-        if self._tensors is None:
-            self._tensors = self.store._load(self.index, self._record)
-        return self._tensors
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self.tensors[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.store.manifest.tensors)
-
-    def __len__(self) -> int:
-        return len(self.store.manifest.tensors)
-
-    __eq__, __hash__ = object.__eq__, object.__hash__  # not tensor by tensor
-
-    def __repr__(self) -> str:
-        return f"Sample({self.index} of {self.store.path}, step {self.step}, {self.nbytes} bytes)"
-
-    def decode(self, device: torch.device | str | None = None) -> dict[str, Tensor]:
-        """The tensors as plain ones; codes move to the device before they are decoded."""
-        moved = {name: t.to(device) for name, t in self.items()}
-        return {name: contents.plain(t) for name, t in moved.items()}
-
-    def load_into(self, model: nn.Module) -> None:
-        """Make these the weights and buffers of a model, packed or not."""
-        tensors = contents.named_tensors(model)
-        contents.check_fits(contents.describe(tensors), self.store.manifest.tensors, repr(self))
-        contents.load_into(tensors, self)
-
-
-class SampleStore(Sequence[Sample]):
+class SampleStore(Samples):
     """A folder of samples, which is a sequence of them. One process may write, any number may read, also while it grows.
 
     Made by `create` or `open`; a writer is a context manager, which gives the folder free at its end.
     """
 
-    def __init__(self, path: Path, manifest: Manifest, lock: Lock | None = None) -> None:
-        self.path, self.manifest, self._lock = path, manifest, lock
-        self._stamp: tuple[int, ...] = ()  # of the manifest that was read; a writer needs none
+    def __init__(self, path: Path, manifest: Manifest | None = None, lock: Lock | None = None) -> None:
+        super().__init__(path, manifest)
+        self._lock = lock
         self._sampler: Optimizer | None = None
-        self._intact: dict[int, Record] = {}  # samples whose content has been hashed
-        self._frozen: dict[str, Tensor] | None = None
 
     # ---- making and opening
 
@@ -165,7 +119,7 @@ class SampleStore(Sequence[Sample]):
         if not (path / MANIFEST).exists():
             raise FileNotFoundError(f"there is no store in {path}: it has no {MANIFEST}")
         if not write:
-            store = cls(path, Manifest("", {}, {}))
+            store = cls(path)
             store._refresh()
             return store
         lock = Lock(path)
@@ -174,13 +128,6 @@ class SampleStore(Sequence[Sample]):
         except BaseException:
             lock.release()
             raise
-
-    @classmethod
-    def _read(cls, path: Path) -> Manifest:
-        try:
-            return Manifest.from_json(files.read(path / MANIFEST, "the manifest"))
-        except DamagedError as error:
-            raise DamagedError(f"{path}: {error}") from None
 
     @classmethod
     def _writer(cls, path: Path, lock: Lock) -> SampleStore:
@@ -278,85 +225,12 @@ class SampleStore(Sequence[Sample]):
                 f"the store in {self.path} is closed, or was opened by the process this one was forked from"
             )
 
+    def _refresh(self) -> None:
+        if self._lock is None:  # a writer is the one who adds
+            super()._refresh()
+
     def _check_frozen(self, tensors: Mapping[str, Tensor]) -> None:
         """Frozen parameters are stored once, so they must still be what they were."""
         for name, there in self._frozen_tensors().items():
             if not torch.equal(contents.plain(tensors[name]).cpu(), contents.plain(there)):
                 raise ValueError(f"{name!r} is frozen, but has changed since the store was created")
-
-    # ---- reading
-
-    def __len__(self) -> int:
-        self._refresh()
-        return len(self.manifest.samples)
-
-    @overload
-    def __getitem__(self, index: int) -> Sample: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Sample]: ...
-    def __getitem__(self, index: int | slice) -> Sample | list[Sample]:
-        count = len(self)
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(count))]
-        if not -count <= index < count:
-            raise IndexError(f"sample {index} of a store with {count}")
-        return Sample(self, index % count, self.manifest.samples[index % count])
-
-    def __repr__(self) -> str:
-        return f"SampleStore({str(self.path)!r}, {len(self)} samples, {self.nbytes} bytes)"
-
-    @property
-    def settings(self) -> Mapping[str, Any]:
-        """How the samples were drawn: settings of the sampler and the schedule, and the seed."""
-        return self.manifest.settings
-
-    @property
-    def nbytes(self) -> int:
-        """All that the samples take on the disk, without the manifest."""
-        self._refresh()
-        records = [*self.manifest.samples, *([self.manifest.frozen] if self.manifest.frozen else [])]
-        return sum(record.digest.size for record in records)
-
-    def verify(self) -> None:
-        """Read every file, and raise a DamagedError that names all that are not what was written."""
-        self._refresh()
-        self._frozen, self._intact = None, {}
-        self._frozen_tensors()  # without which no sample is whole
-        found = []
-        for i, record in enumerate(self.manifest.samples):
-            try:
-                self._load(i, record)
-            except (DamagedError, OSError) as error:
-                found.append(str(error))
-        if found:
-            good = len(self.manifest.samples) - len(found)
-            raise DamagedError("; ".join(found) + f". The other {good} samples of {self.path} are as they were written")
-
-    def _file(self, index: int) -> Path:
-        return self.path / FOLDER / f"{index:06d}.safetensors"
-
-    def _refresh(self) -> None:
-        """A reader sees what has been added since; a writer is the one who adds."""
-        if self._lock is None:
-            about = os.stat(self.path / MANIFEST)
-            stamp = (about.st_ino, about.st_mtime_ns, about.st_size)
-            if stamp != self._stamp:
-                self.manifest, self._stamp = self._read(self.path), stamp
-
-    def _load(self, index: int, record: Record) -> dict[str, Tensor]:
-        what = f"sample {index} of {self.path}"
-        specs = self.manifest.specs("parameter", "buffer")
-        hashed = self._intact.get(index) == record
-        parts = files.map_tensors(self._file(index), specs, record.digest, what, check=not hashed)
-        tensors = contents.assemble(parts, self.manifest.of_kind("parameter", "buffer"), what) | self._frozen_tensors()
-        self._intact[index] = record
-        return {name: tensors[name] for name in self.manifest.tensors}
-
-    def _frozen_tensors(self) -> dict[str, Tensor]:
-        if self.manifest.frozen is None:
-            return {}
-        if self._frozen is None:
-            what, specs = f"{FROZEN} of {self.path}", self.manifest.specs("frozen")
-            parts = files.map_tensors(self.path / FROZEN, specs, self.manifest.frozen.digest, what)
-            self._frozen = contents.assemble(parts, self.manifest.of_kind("frozen"), what)
-        return self._frozen
