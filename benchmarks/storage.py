@@ -63,8 +63,9 @@ def appending(seconds: float, place: Path) -> list[Row]:
     weights = sum(p.numel() for p in model.parameters())
     rows = [Row(GROUP, "a sample", sizes[0] / weights, "bytes a weight", goal=Goal("<=", 1.02))]
     rival, theirs = "write and sync as many bytes", best.pop("write") * 1e3
+    goals = {"packed": Goal("<=", 1.5)}  # to encode is another thing than to write
     return rows + [
-        Row(GROUP, f"append, {name}", time * 1e3, "ms", rival, theirs, "time", Goal("<=", 1.5))
+        Row(GROUP, f"append, {name}", time * 1e3, "ms", rival, theirs, "time", goals.get(name))
         for name, time in best.items()
     ]
 
