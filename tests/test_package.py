@@ -25,7 +25,7 @@ ORDER = [
     *["version", "checks", "formats", "random", "rounding", "ops", "native", "codes", "qtensor"],
     *["steps", "settings", "arrival", "samplers", "moments", "schedules", "loader", "selection", "packing"],
     *["saving", "flow", "convolution", "recurrent", "lowering"],
-    *["files", "locking", "manifest", "contents", "reading", "origin", "store", "trees", "checkpoints"],
+    *["hashing", "files", "locking", "manifest", "contents", "reading", "origin", "store", "trees", "checkpoints"],
     *["links", "ensemble", "progress", "posterior", "metrics", "diagnostics", "theory", "distributed"],
     "",  # the library ends here
     *["experiments.data", "experiments.models", "experiments.methods", "experiments.gaussian"],

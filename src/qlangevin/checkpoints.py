@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from . import contents, files, lowering
 from .files import DTYPES, DamagedError
+from .hashing import sha256
 from .manifest import TensorInfo, is_count
 from .store import SampleStore
 from .trees import flatten, random_state, set_random_state, unflatten
@@ -177,7 +178,7 @@ def _named(sampler: Any, schedule: Any, loader: Any) -> dict[str, Stateful]:
 
 def _hash(parts: Mapping[str, Tensor], text: str) -> str:
     """Of all there is: the file that would be written if the hash were not in it."""
-    return files.sha256(*files.tensor_parts(parts, {"qlangevin": text}))
+    return sha256(*files.tensor_parts(parts, {"qlangevin": text}))
 
 
 def _file(path: str | os.PathLike[str]) -> Path:

@@ -10,17 +10,14 @@ while the disk is busy, in an order and with permissions that do not depend on t
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import mmap
 import os
 import stat
 import struct
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -29,14 +26,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from .hashing import PIECE, Bytes, Hashing, cut, sha256
+
 __all__ = ["DamagedError", "Digest", "Spec", "map_tensors", "parse_json", "read", "tensor_parts", "write"]
 
 HEADER_LIMIT = 100_000_000  # bytes; the format's own
 JSON_LIMIT = 64_000_000
 AT_ONCE = 512  # parts that the system takes in one call
-PIECE = 1 << 21  # bytes that are hashed in one go; several can be at the same time
 
-Bytes: TypeAlias = bytes | memoryview
 Spec: TypeAlias = tuple[torch.dtype, tuple[int, ...]]  # of a stored tensor
 
 # What safetensors calls them, and in which order they are stored: the wide ones first, so that all of them are aligned.
@@ -80,7 +77,7 @@ def _write_and_hash(file: Any, parts: Sequence[Bytes]) -> Digest:
     hashing.help()
     if size > PIECE and hasattr(os, "posix_fallocate"):
         os.posix_fallocate(descriptor, 0, size)  # a disk that is full says so now; and the rest is faster
-    for piece in _cut(parts):
+    for piece in cut(parts):
         _write_all(descriptor, piece)
     hashing.help()  # copying has kept a processor busy; waiting for the disk will not
     os.fsync(descriptor)
@@ -100,68 +97,6 @@ def _write_all(descriptor: int, parts: Sequence[Bytes]) -> None:
         os.posix_fadvise(
             descriptor, 0, 0, os.POSIX_FADV_DONTNEED
         )  # of all that is not on the disk yet, Linux makes a start
-
-
-class Hashing:
-    """The SHA-256 of a file's bytes; of a file longer than a piece, the SHA-256 of those of its pieces.
-
-    Threads that `help` hash pieces while something else is done; whoever wants the result does what is left.
-    """
-
-    def __init__(self, parts: Sequence[Bytes]) -> None:
-        self.pieces = deque(enumerate(_cut(parts)))
-        self.digests = [b""] * len(self.pieces)
-        self.helpers: list[Future[None]] = []
-
-    def help(self) -> None:
-        if len(self.digests) > 1:
-            with suppress(RuntimeError):  # when the interpreter is about to end, there is no help
-                self.helpers.append(_threads(os.getpid()).submit(self._work))
-
-    def _work(self) -> None:
-        with suppress(IndexError):  # when there is none left
-            while True:
-                i, piece = self.pieces.popleft()
-                self.digests[i] = _hash(piece)
-
-    def result(self) -> str:
-        self._work()
-        for helper in self.helpers:
-            helper.result()
-        return (self.digests[0] if len(self.digests) == 1 else _hash(self.digests)).hex()
-
-
-@lru_cache(maxsize=1)
-def _threads(process: int) -> ThreadPoolExecutor:
-    """Those of this process, kept: to start one takes a third of a millisecond. A forked process has none of them."""
-    return ThreadPoolExecutor(2, thread_name_prefix="qlangevin-hash")
-
-
-def sha256(*parts: Bytes) -> str:
-    hashing = Hashing(parts)
-    hashing.help()
-    return hashing.result()
-
-
-def _hash(parts: Sequence[Bytes]) -> bytes:
-    total = hashlib.sha256()
-    for part in parts:
-        total.update(part)
-    return total.digest()
-
-
-def _cut(parts: Sequence[Bytes]) -> Iterator[list[Bytes]]:
-    """A file that is given in parts, in pieces of `PIECE` bytes; an empty file is one piece."""
-    piece: list[Bytes] = []
-    room = PIECE
-    for part in parts:
-        left = memoryview(part)
-        while len(left) > room:
-            yield [*piece, left[:room]]
-            left, piece, room = left[room:], [], PIECE
-        piece.append(left)
-        room -= len(left)
-    yield piece
 
 
 def sync_folder(folder: Path) -> None:

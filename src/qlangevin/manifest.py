@@ -15,8 +15,9 @@ from typing import Any, Literal, TypeAlias, get_args
 import torch
 
 from . import codes
-from .files import DTYPES, DamagedError, Digest, Spec, parse_json, sha256
+from .files import DTYPES, DamagedError, Digest, Spec, parse_json
 from .formats import BlockFloat, Format, check_holds
+from .hashing import sha256
 from .ops import parse
 
 __all__ = ["Kind", "Manifest", "Record", "TensorInfo", "is_count"]
