@@ -9,7 +9,10 @@ import os
 import pickle
 import random
 import struct
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import chain, repeat
 from pathlib import Path
@@ -220,18 +223,67 @@ def test_a_missing_checkpoint_is_an_error_unless_it_may_be_missing(tmp_path: Pat
     assert run.state() == before
 
 
-def test_without_a_checkpoint_a_store_begins_anew(tmp_path: Path) -> None:
+def test_without_a_checkpoint_a_run_begins_and_has_one(tmp_path: Path) -> None:
     run = make()
     with ql.SampleStore.create(tmp_path / "store", run.model, run.sampler, run.schedule) as store:
-        empty = content(store.path)
-        store.append(run.model)
-        store.append(run.model)
         with pytest.raises(FileNotFoundError):
             run.load(tmp_path, store)
-        assert len(store) == 2
-        ql.load_checkpoint(tmp_path, run.model, run.sampler, store=store, missing_ok=True)
+        assert ql.load_checkpoint(tmp_path, run.model, run.sampler, store=store, missing_ok=True) == {}
+        store.append(run.model)
+        assert ql.load_checkpoint(tmp_path, run.model, run.sampler, store=store, missing_ok=True) == {}
         assert len(store) == 0
-        assert content(store.path) == empty
+
+
+def test_samples_without_a_checkpoint_are_not_thrown_away(tmp_path: Path) -> None:
+    run = make()
+    with ql.SampleStore.create(tmp_path / "store", run.model, run.sampler, run.schedule) as store:
+        store.append(run.model)
+        for missing_ok in (False, True):
+            with pytest.raises(FileNotFoundError, match="there is no checkpoint"):
+                ql.load_checkpoint(tmp_path / "mistyped", run.model, run.sampler, store=store, missing_ok=missing_ok)
+        assert len(store) == 1
+
+
+def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
+    """Of one with other settings, and of one with the same settings and other samples."""
+    run, other = make(), make()
+    other.train(3)
+    with ql.SampleStore.create(tmp_path / "a", run.model, run.sampler, run.schedule) as store:
+        store.append(run.model)
+        run.save(tmp_path, store=store)
+    with ql.SampleStore.create(tmp_path / "b", other.model, other.sampler, other.schedule) as store:
+        store.append(other.model)
+        before = other.state()
+        with pytest.raises(ValueError, match=r"is of another run than the store in .*last is"):
+            other.load(tmp_path, store)
+        assert other.state() == before
+        assert len(store) == 1
+    with ql.SampleStore.create(tmp_path / "c", run.model, run.sampler) as store:
+        store.append(run.model)
+        with pytest.raises(ValueError, match=r"settings\.schedule"):
+            run.load(tmp_path, store)
+
+
+@pytest.mark.parametrize("argument", ["model", "loader"])
+def test_things_that_have_no_state_are_named(argument: str, tmp_path: Path) -> None:
+    run = make()
+    wrong: dict[str, Any] = {"model": run.sampler, "loader": torch.utils.data.DataLoader(range(3))}  # type: ignore[arg-type]
+    given: dict[str, Any] = {"model": run.model, argument: wrong[argument]}
+    with pytest.raises(TypeError, match=f"{argument} must"):
+        ql.save_checkpoint(tmp_path / "it", **given)
+
+
+def test_several_writers_leave_a_whole_checkpoint(tmp_path: Path) -> None:
+    runs = [make() for _ in range(2)]
+
+    def save(run: Any) -> None:
+        for _ in range(20):
+            run.save(tmp_path / "it")
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(save, runs))
+    runs[0].load(tmp_path / "it")
+    assert [path.name for path in tmp_path.iterdir()] == ["it"]
 
 
 def test_a_store_is_taken_back_to_its_checkpoint(tmp_path: Path) -> None:
@@ -502,7 +554,7 @@ KEYS = ["checkpoint", "tensors", "layers", "states", "random", "counters"]
 WRONG: list[Any] = [None, [], {}, "x", -1, 0.5, [[1]], {"tuple": []}, {"dict": []}, {"dict": [[1, 2]]}, {"x": -1}]
 
 
-@pytest.mark.parametrize("key", [*KEYS, "samples"])
+@pytest.mark.parametrize("key", [*KEYS, "store"])
 def test_an_entry_that_is_missing_is_found(key: str, intact: bytes, tmp_path: Path) -> None:
     about, tensors = taken_apart(intact, tmp_path / "it")
     del about[key]
@@ -526,7 +578,7 @@ def test_an_entry_of_another_kind_is_found(key: str, intact: bytes, tmp_path: Pa
 def test_a_number_of_samples_that_is_none_is_found(samples: Any, intact: bytes, tmp_path: Path) -> None:
     run = make("packed")
     about, tensors = taken_apart(intact, tmp_path / "it")
-    forged(json.dumps(about | {"samples": samples}), tensors, tmp_path / "it")
+    forged(json.dumps(about | {"store": {"samples": samples}}), tensors, tmp_path / "it")
     with ql.SampleStore.create(tmp_path / "store", run.model) as store:
         for _ in range(3):
             store.append(run.model)
@@ -647,7 +699,10 @@ def test_if_the_disk_fails_the_checkpoint_before_is_there(
 
 
 def test_what_a_killed_process_left_behind_is_overwritten(tmp_path: Path) -> None:
-    (tmp_path / ".checkpoint.safetensors.tmp").write_bytes(b"half of a checkp")
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    for process, thread in ((gone.pid, 1), (os.getpid(), 1)):  # numbers are used again
+        (tmp_path / f".checkpoint.safetensors.{process}-{thread}.tmp").write_bytes(b"half of a checkp")
     make().save(tmp_path)
     assert [file.name for file in tmp_path.iterdir()] == ["checkpoint.safetensors"]
 

@@ -437,7 +437,7 @@ def test_inference_mode_makes_no_difference(fill: Fill) -> None:
 
 def batches() -> list[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(0)
-    return [(torch.randn(size, 3, 16, 16, generator=generator) * size, torch.zeros(size)) for size in (8, 8, 5)]
+    return [(torch.randn(8, 3, 16, 16, generator=generator) * scale, torch.zeros(8)) for scale in (8, 8, 5)]
 
 
 @pytest.mark.parametrize("vectorize", [False, True])

@@ -304,3 +304,25 @@ def test_seed_is_a_seed(wrong: Any) -> None:
 def test_the_docstring_warns_of_augmentation() -> None:
     text = " ".join((Loader.__doc__ or "").split())
     assert "after a resume it must itself be a function of seed, epoch and index" in text
+
+
+@pytest.mark.parametrize("total", [0, 1, 3, 4, 9])
+@pytest.mark.parametrize("stop", [0, 2, 5])
+def test_until_goes_through_epochs_and_goes_on_where_it_was(total: int, stop: int) -> None:
+    def loader() -> Loader:
+        return Loader(list(range(8)), 2, seed=4)
+
+    whole = [batch.tolist() for batch in loader().until(total)]
+    assert len(whole) == total
+    first, second = loader(), loader()
+    seen = [batch.tolist() for batch in first.until(min(stop, total))]
+    second.load_state_dict(first.state_dict())
+    assert seen + [batch.tolist() for batch in second.until(total)] == whole
+    assert second.steps == total
+
+
+def test_an_untouched_loader_does_not_move_this_one() -> None:
+    loader = Loader(list(range(7)), 2, seed=1, drop_last=True)
+    next(iter(loader))
+    assert len(list(loader.untouched())) == len(loader) == 3
+    assert loader.steps == 1

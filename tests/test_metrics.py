@@ -101,7 +101,7 @@ def test_underflow_counts_as_the_smallest_normal_number() -> None:
     most = -math.log(torch.finfo(torch.float32).tiny)
     assert most == pytest.approx(87.34, abs=0.01)
     assert evaluate(torch.tensor([[1.0, 0.0]]), torch.tensor([1]))["nll"] == pytest.approx(most)
-    assert evaluate(torch.tensor([1.0, 0.0]), torch.tensor([0, 1]))["nll"] == pytest.approx(most)
+    assert evaluate(torch.tensor([0.0]), torch.tensor([1]))["nll"] == pytest.approx(most)
     assert evaluate(torch.tensor([[1.0, 0.0]]), torch.tensor([0]))["nll"] == 0
 
 
@@ -147,7 +147,7 @@ def test_classes_are_along_dim_1() -> None:
 def test_batches_equal_the_whole(cuts: list[int], binary: bool, bins: int) -> None:
     p, y = drawn(60, 3)
     if binary:
-        y = torch.nn.functional.one_hot(y, 3)
+        p, y = p[:, :2], torch.nn.functional.one_hot(y, 3)[:, :2]
     ends = [0, *sorted(cuts), 60]  # some batches are empty
     batches = [(p[a:b], y[a:b]) for a, b in itertools.pairwise(ends)]
     assert evaluate(iter(batches), bins=bins) == pytest.approx(evaluate(p, y, bins=bins), rel=1e-12)
@@ -213,8 +213,8 @@ NAN[1, 1] = math.nan
         (P.T, Y, r"probabilities \(3, 4\) and labels \(4,\)"),
         (P[0], Y[0], r"probabilities \(3,\) and labels \(\)"),
         (P[:, :1], Y, r"\(4, 1\) have 1 class; for binary labels"),
-        (P.log(), Y, "values from -2.996 to -0.1054: these look like logits; apply softmax"),
-        (P * 0.9, Y, "sum to 1 along dim 1, got 0.9 to 0.9: these look like logits; apply softmax"),
+        (P.log(), Y, "values from -2.996 to -0.1054: these look like logarithms"),
+        (P * 0.9, Y, "sum to 1 along dim 1, got 0.9 to 0.9: normalize them"),
         (torch.tensor([3.0]), torch.tensor([1]), "these look like logits; apply sigmoid"),
         (NAN, Y, "1 NaN among 12"),
         (P, Y + 1, "labels must be integers from 0 to 2, got 3"),
@@ -323,3 +323,16 @@ def test_ood_refuses(given: Any, got: str) -> None:
         ood(given, uncertainty([1.0], [1.0]))
     with pytest.raises(ValueError, match="outside has no batches"):
         ood(uncertainty([1.0], [1.0]), [])
+
+
+def test_a_probability_that_was_rounded_to_one_is_not_certain() -> None:
+    """Logit 17.5 has p = 1 in float32; that of the other label is 2.5e-8, not the least there is."""
+    p = torch.tensor([17.5]).sigmoid()
+    assert float(p) == 1
+    assert evaluate(p, torch.tensor([0]))["nll"] == pytest.approx(17.5, abs=0.3)
+
+
+def test_one_hot_labels_are_not_taken_for_yes_and_no() -> None:
+    p, y = drawn(20, 3)
+    with pytest.raises(ValueError, match=r"one-hot labels; give labels.argmax\(1\)"):
+        evaluate(p, torch.nn.functional.one_hot(y, 3))

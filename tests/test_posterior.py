@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -329,7 +330,7 @@ def test_a_shuffled_loader_is_gone_through_once(store: ql.SampleStore, vectorize
     expected = posterior.predict(X)
     shuffled = ql.Loader(TensorDataset(X, torch.arange(23)), batch_size=5, seed=3)
     pairs = list(posterior.predict_loader(shuffled))
-    assert shuffled.epoch == 1
+    assert shuffled.steps == 0  # looking is not training
     order = torch.cat([i for _, i in pairs])
     assert not torch.equal(order, torch.arange(23))
     torch.testing.assert_close(torch.cat([p for p, _ in pairs]), expected[order], rtol=1e-5, atol=1e-6)
@@ -527,3 +528,56 @@ def test_a_model_that_writes_into_its_input_is_refused(tmp_path: Path, vectorize
     posterior = Posterior.open(stored(tmp_path / "run", model=model), model, vectorize=vectorize)
     with pytest.raises(ValueError, match="changes its input in place"):
         posterior.predict(torch.randn(5, 4))
+
+
+@pytest.mark.parametrize("vectorize", [True, False])
+def test_threads_take_turns_with_the_model(store: ql.SampleStore, vectorize: bool) -> None:
+    model = model_of()
+    before, posterior = [p.clone() for p in model.parameters()], Posterior.open(store, model, vectorize=vectorize)
+    expected = posterior.predict(X)
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda _: posterior.predict(X), range(40)))
+    assert all(torch.equal(p, expected) for p in found)
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+    assert model.training
+
+
+@pytest.mark.parametrize("vectorize", [True, False])
+def test_predictions_in_inference_mode(tmp_path: Path, vectorize: bool) -> None:
+    model = ql.pack(model_of(), weights="bfp8")
+    with ql.SampleStore.create(tmp_path, model) as store:
+        store.append(model)
+        store.append(model)
+    posterior = Posterior.open(tmp_path, model, vectorize=vectorize)
+    expected = posterior.predict(X)
+    with torch.inference_mode():
+        torch.testing.assert_close(Posterior.open(tmp_path, model, vectorize=vectorize).predict(X.clone()), expected)
+
+
+def test_averages_of_half_precision_models_are_probabilities(tmp_path: Path) -> None:
+    model = model_of().to(torch.bfloat16)
+    posterior = Posterior.open(stored(tmp_path, model=model), model)
+    assert metrics.evaluate(posterior.predict(X.to(torch.bfloat16)), LABELS)["count"] == len(LABELS)
+
+
+def test_batch_norm_weighs_batches_by_their_size(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.BatchNorm1d(1), nn.Linear(1, 2))
+    data = torch.cat((torch.randn(100, 1), torch.full((2, 1), 10.0)))
+    posterior = Posterior.open(stored(tmp_path, model=model), model, batch_norm=[data[:100], data[100:]])
+    posterior.predict(data)
+    torch.testing.assert_close(posterior._statistics[posterior.members[0]]["0.running_mean"], data.mean(0))
+
+
+def test_estimating_statistics_does_not_move_a_loader(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+    loader = ql.Loader(TensorDataset(X, LABELS), batch_size=5, seed=0)
+    next(iter(loader))
+    Posterior.open(stored(tmp_path, model=model), model, batch_norm=loader).predict(X)
+    assert loader.steps == 1
+
+
+def test_the_log_likelihood_of_regression_has_the_noise_of_the_posterior(store: ql.SampleStore) -> None:
+    posterior = Posterior.open(store, model_of(), link="identity", noise=0.25)
+    y = torch.zeros(23, 3)
+    expected = torch.distributions.Normal(posterior.samples(X).double(), 0.5).log_prob(y).sum(-1)
+    torch.testing.assert_close(diagnostics.log_likelihood(posterior, X, y)[0], expected)

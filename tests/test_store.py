@@ -14,6 +14,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from types import FrameType
@@ -248,7 +249,7 @@ def test_a_reader_needs_no_permission_to_write(tmp_path: Path) -> None:
 def test_a_reader_cannot_write(tmp_path: Path) -> None:
     s = filled(tmp_path)
     for action in (lambda: s.append(build()), lambda: s.truncate(0)):
-        with pytest.raises(PermissionError, match=r"is open for reading; SampleStore.open\(..., write=True\) to write"):
+        with pytest.raises(PermissionError, match=r"or open for reading; SampleStore.open\(..., write=True\) to write"):
             action()
     assert len(s) == 3
 
@@ -311,7 +312,7 @@ def test_a_closed_writer_reads_on_but_does_not_write(tmp_path: Path) -> None:
     s.append(draw(model, 0))
     s.close()
     s.close()
-    with pytest.raises(PermissionError, match="is open for reading"):
+    with pytest.raises(PermissionError, match="is closed"):
         s.append(model)
     assert is_sample(s[0], 0)
 
@@ -546,7 +547,8 @@ def test_a_process_that_fails_and_then_dies_leaves_every_listed_sample_readable(
 def test_what_a_killed_writer_left_is_removed_by_the_next(tmp_path: Path) -> None:
     filled(tmp_path, 2)
     before = content(tmp_path)
-    for name in (".manifest.json.tmp", "samples/.000002.safetensors.tmp", "samples/000002.safetensors"):
+    mine = f"{os.getpid()}-1.tmp"  # of a process that had this one's number
+    for name in (f".manifest.json.{mine}", f"samples/.000002.safetensors.{mine}", "samples/000002.safetensors"):
         (tmp_path / name).write_bytes(b"half")
     (tmp_path / "notes.txt").write_text("mine")
     assert len(SampleStore.open(tmp_path)) == 2
@@ -782,3 +784,21 @@ def test_the_store_works_without_pickle(tmp_path: Path) -> None:
     )
     run = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, check=True)
     assert run.stdout == "3\n"
+
+
+def test_a_step_before_that_of_the_last_sample_is_refused(tmp_path: Path) -> None:
+    with SampleStore.create(tmp_path, model := build()) as s:
+        s.append(model, 5)
+        s.append(model, 5)
+        with pytest.raises(
+            ValueError, match="last sample is of step 5, this one of step 4: was the checkpoint not loaded"
+        ):
+            s.append(model, 4)
+        assert len(s) == 2
+
+
+def test_threads_append_in_turn(tmp_path: Path) -> None:
+    with SampleStore.create(tmp_path, model := build()) as s, ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda _: s.append(model).index, range(20)))
+    assert sorted(found) == list(range(20))
+    s.verify()

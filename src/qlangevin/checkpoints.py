@@ -7,6 +7,7 @@ whole, so that there is always a checkpoint, the old one or the new one.
 from __future__ import annotations
 
 import copy
+import glob
 import json
 import os
 from collections.abc import Mapping
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from . import contents, files, lowering
+from .checks import differences
 from .files import DTYPES, DamagedError
 from .hashing import sha256
 from .manifest import TensorInfo, is_count
@@ -59,9 +61,9 @@ def save_checkpoint(
         store: how many samples it has; `load_checkpoint` takes it back to that many.
         counters: whatever else: numbers, words, tensors, and lists, tuples and dicts of them.
     """
+    given = _named(model, sampler, schedule, loader)
     tensors, named = dict[str, Tensor](), contents.named_tensors(model)
     info = contents.describe(named)
-    given = _named(sampler, schedule, loader)
     about = {
         "checkpoint": VERSION,
         "library": __version__,
@@ -70,12 +72,14 @@ def save_checkpoint(
         "classes": {name: type(component).__name__ for name, component in given.items()},
         "states": flatten({name: c.state_dict() for name, c in given.items()}, tensors, "states"),
         "random": flatten(random_state(), tensors, "random"),
-        "samples": None if store is None else len(store),
+        "store": None if store is None else _about(store, len(store)),
         "counters": flatten(counters, tensors, "counters"),
     }
     parts = tensors | {f"{MODEL}{name}": t for name, t in contents.gather(named, info).items()}
     text = json.dumps(about, separators=(",", ":"))
-    files.write(_file(path), files.tensor_parts(parts, {"qlangevin": text, "sha256": _hash(parts, text)}))
+    file = _file(path)
+    files.remove_leftovers(file.parent, glob.escape(file.name))
+    files.write(file, files.tensor_parts(parts, {"qlangevin": text, "sha256": _hash(parts, text)}))
 
 
 def load_checkpoint(
@@ -97,17 +101,21 @@ def load_checkpoint(
         path: as for `save_checkpoint`.
         model, sampler, schedule, loader: made as they were for the run.
         store: samples that came after the checkpoint are dropped: the run will draw them again, the same to the byte.
-        missing_ok: a run that has no checkpoint yet starts from the beginning, and so does its store; returns no counters.
+        missing_ok: a run that has no checkpoint yet begins, and its first is saved at once, so that from then on there is
+            one; returns no counters. A store that has samples without a checkpoint is not touched, that is an error.
     """
-    file = _file(path)
+    file, given = _file(path), _named(model, sampler, schedule, loader)
     if not file.exists():
         if not missing_ok:
             raise FileNotFoundError(f"there is no checkpoint {file}")
-        if store is not None:
-            store.truncate(0)
+        if store is not None and len(store):
+            raise FileNotFoundError(
+                f"there is no checkpoint {file}, but {store.path} has {len(store)} samples of the run it was of; "
+                "put it back, begin in another folder, or give the samples up with store.truncate(0)"
+            )
+        save_checkpoint(path, model, sampler, schedule, loader, store)
         return {}
     saved, here = _read(file), contents.describe(contents.named_tensors(model))
-    given = _named(sampler, schedule, loader)
     contents.check_fits(here, saved.info, saved.what, formats=True)
     if sampler is not None and (odd := [name for name in here if here[name].format != saved.info[name].format]):
         raise ValueError(f"{saved.what} is of a model packed as {saved.info[odd[0]].format}, not {here[odd[0]].format}")
@@ -117,16 +125,32 @@ def load_checkpoint(
             raise ValueError(
                 f"{saved.what} was saved {f'with a {known} as' if known else 'without a'} {name}, not {kind}"
             )
-    if store is not None:
-        store.require_writable()
-        if saved.samples is None:
-            raise ValueError(f"{saved.what} was saved without a store")
-        if saved.samples > len(store):
-            raise ValueError(f"{saved.what} comes after {saved.samples} samples, but {store.path} has {len(store)}")
+    samples = _common_samples(saved, store) if store is not None else 0
     _load(saved, contents.unwrapped(model), given)
-    if store is not None and saved.samples is not None:
-        store.truncate(saved.samples)
+    if store is not None:
+        store.truncate(samples)
     return saved.counters
+
+
+def _about(store: SampleStore, count: int) -> dict[str, Any]:
+    """What tells a store and its first samples from others."""
+    last = store.manifest.samples[count - 1].digest.sha256 if count else None
+    return {"samples": count, "last": last, "settings": store.manifest.settings}
+
+
+def _common_samples(saved: Saved, store: SampleStore) -> int:
+    """How many samples the store had when the checkpoint was saved, if it is that store and still has them."""
+    store.require_writable()
+    if saved.store is None:
+        raise ValueError(f"{saved.what} was saved without a store")
+    count: Any = saved.store.get("samples")
+    if not is_count(count):
+        raise DamagedError(f"{saved.what} is damaged: an entry is of another kind than it should be")
+    if count > len(store):
+        raise ValueError(f"{saved.what} comes after {count} samples, but {store.path} has {len(store)}")
+    if odd := differences(saved.store, _about(store, count)):
+        raise ValueError(f"{saved.what} is of another run than the store in {store.path}: {'; '.join(odd[:3])}")
+    return int(count)
 
 
 def _load(saved: Saved, model: nn.Module, given: Mapping[str, Stateful]) -> None:
@@ -158,22 +182,31 @@ class Saved:
     classes: dict[str, str]
     states: dict[str, dict[str, Any]]
     random: dict[str, Any]
-    samples: int | None
+    store: dict[str, Any] | None
     counters: dict[str, Any]
 
     def __post_init__(self) -> None:
         objects: tuple[Any, ...] = (self.layers, self.classes, self.states, self.random, self.counters)
         good = all(isinstance(each, dict) and all(isinstance(name, str) for name in each) for each in objects)
         good = good and all(isinstance(state, dict) for state in self.states.values())
-        good = good and all(map(is_count, self.layers.values())) and (self.samples is None or is_count(self.samples))
+        good = (
+            good and all(map(is_count, self.layers.values())) and (self.store is None or isinstance(self.store, dict))
+        )
         if not good or self.classes.keys() != self.states.keys():
             raise TypeError("an entry is of another kind than it should be")
 
 
-def _named(sampler: Any, schedule: Any, loader: Any) -> dict[str, Stateful]:
+def _named(model: Any, sampler: Any, schedule: Any, loader: Any) -> dict[str, Stateful]:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a module, got {type(model).__name__}; the first argument is the path")
     # The sampler last: it is the one that holds the learning rate a schedule sets.
     all_three = {"schedule": schedule, "loader": loader, "sampler": sampler}
-    return {name: component for name, component in all_three.items() if component is not None}
+    given = {name: component for name, component in all_three.items() if component is not None}
+    for name, component in given.items():
+        if not (hasattr(component, "state_dict") and hasattr(component, "load_state_dict")):
+            hint = "; qlangevin.Loader is a DataLoader that has" if name == "loader" else ""
+            raise TypeError(f"{name} must have a state_dict, which a {type(component).__name__} has not{hint}")
+    return given
 
 
 def _hash(parts: Mapping[str, Tensor], text: str) -> str:
@@ -218,7 +251,7 @@ def _read(file: Path) -> Saved:
             classes=about["classes"],
             states=unflatten(about["states"], tensors),
             random=unflatten(about["random"], tensors),
-            samples=about["samples"],
+            store=about["store"],
             counters=unflatten(about["counters"], tensors),
         )
     except (KeyError, TypeError, AttributeError) as error:

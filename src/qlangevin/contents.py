@@ -20,7 +20,7 @@ from .manifest import NAMES, Kind, TensorInfo
 from .ops import parse
 from .qtensor import QTensor, encode_on_grid
 
-__all__ = ["assemble", "check_fits", "describe", "gather", "load_into", "named_tensors", "plain", "unwrapped"]
+__all__ = ["assemble", "check_fits", "describe", "gather", "load_into", "moved", "named_tensors", "plain", "unwrapped"]
 
 _DTYPE_NAMES = {dtype: name for name, dtype in NAMES.items()}
 
@@ -137,6 +137,14 @@ def plain(t: Tensor) -> Tensor:
         torch.no_grad()
     ):  # detaching it would do too, but the first time that brings in the compiler, which takes seconds
         return t.decode()
+
+
+def moved(t: Tensor, device: torch.device | str | None) -> Tensor:
+    """A tensor on a device, codes as codes."""
+    if not isinstance(t, QTensor):
+        return t.to(device)
+    exponents = None if t.exponents is None else t.exponents.to(device)
+    return QTensor(t.codes.to(device), exponents, t.format, t.whole, t.dtype)
 
 
 def assemble(parts: Mapping[str, Tensor], tensors: Mapping[str, TensorInfo], what: str) -> dict[str, Tensor]:

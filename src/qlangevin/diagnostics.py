@@ -20,7 +20,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from .qtensor import QTensor
+from .contents import plain
 
 __all__ = ["Summary", "log_likelihood", "predictions", "summarize", "to_arviz", "weights"]
 
@@ -162,8 +162,8 @@ def _draws(name: str, array: Array) -> npt.NDArray[Any]:
 
 def _numpy(array: Array) -> npt.NDArray[Any]:
     if isinstance(array, Tensor):
-        plain = _plain(array).cpu()
-        array = (plain.double() if plain.is_floating_point() else plain).numpy()  # NumPy has no bfloat16
+        values = plain(array).cpu()
+        array = (values.double() if values.is_floating_point() else values).numpy()  # NumPy has no bfloat16
     return np.asarray(array)
 
 
@@ -186,10 +186,14 @@ def log_likelihood(posterior: Sampled, x: Any, labels: Tensor, *, noise: float |
     """log p(y|x, θ) of each example under each sample, [chain, draw, example], float64 on the CPU.
 
     Predictions are probabilities and labels as in `metrics.evaluate`; an example with several labels or pixels has the sum of
-    theirs. With ``noise``, the variance σ² of Gaussian noise, predictions are means of labels of the same shape, and
+    theirs. If the posterior's link is the identity, predictions are means of labels of the same shape, and
 
-        log p(y|x, θ) = -(y - f(x))²/2σ² - log(2πσ²)/2.
+        log p(y|x, θ) = -(y - f(x))²/2σ² - log(2πσ²)/2
+
+    with the posterior's ``noise`` for σ², or another variance given here.
     """
+    if noise is None and getattr(posterior, "link", None) == "identity":
+        noise = float(getattr(posterior, "noise", 0.0))
     from . import metrics  # inside, because torchmetrics is slow to import
 
     if noise is not None and not 0 < noise < math.inf:
@@ -219,7 +223,7 @@ def weights(posterior: Sampled, names: Sequence[str] | Mapping[str, Index]) -> d
         for draw in range(len(chain) - n, len(chain)):
             member = chain.members[draw]  # once for all names: it may be read from a file
             for name, index in chosen.items():
-                drawn[name].append(_plain(_parameter(member, name))[index])
+                drawn[name].append(plain(_parameter(member, name))[index])
     return {name: torch.stack(tensors).unflatten(0, (len(chains), n)) for name, tensors in drawn.items()}
 
 
@@ -228,11 +232,6 @@ def _parameter(member: Mapping[str, Tensor], name: str) -> Tensor:
         near = difflib.get_close_matches(name, member, n=3, cutoff=0) or ["none"]
         raise ValueError(f"no parameter is called {name!r}; near to it are {', '.join(near)}")
     return member[name]
-
-
-def _plain(x: Tensor) -> Tensor:
-    x = x.detach()
-    return x.decode() if isinstance(x, QTensor) else x
 
 
 def _chains(posterior: Sampled) -> tuple[Sequence[Chain], int]:

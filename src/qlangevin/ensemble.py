@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from threading import RLock
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +30,9 @@ WORK = 1 << 26  # weights times examples: beyond that a product takes longer tha
 CONVOLVED = 1 << 14  # numbers that go into a model with convolutions, which CPUs do not batch well over weights
 STACKED_INPUT = 1 << 26  # samples times numbers that go in: what is computed has about their size
 
+# While a model runs, its weights are not its own: one thread at a time.
+_locks: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
+
 
 class Ensemble:
     """A model and the sets of weights it is to be run with; ``decode`` gives those of the i-th."""
@@ -45,7 +50,7 @@ class Ensemble:
 
     def outputs(self, inputs: Sequence[Any]) -> Iterator[tuple[int, Tensor]]:
         """(i, outputs of some samples for inputs[i]), (sample, example, ...), until all samples have been there for all i."""
-        with torch.no_grad(), evaluating(self.model):
+        with _locks.setdefault(self.model, RLock()), torch.no_grad(), evaluating(self.model):
             at_once = self._all_at_once({i: x for i, x in enumerate(inputs) if self._at_once(x)})
             for i, found in at_once.items():
                 yield from ((i, y) for y in found)
@@ -107,10 +112,11 @@ class Ensemble:
 
     def _run(self, tensors: Tensors, x: Any) -> Tensor:
         args, kwargs = inputs_of(x)
-        versions = [t._version for t in tensors_in(x)]
+        counted = [t for t in tensors_in(x) if not t.is_inference()]
+        versions = [t._version for t in counted]
         with self.places.filled(tensors):
             output = self.model(*args, **kwargs)
-        if [t._version for t in tensors_in(x)] != versions:
+        if [t._version for t in counted] != versions:
             raise ValueError(
                 "the model changes its input in place, so that the next sample would see another; let it copy"
             )
@@ -191,7 +197,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 @torch.no_grad()
 def reestimated(model: nn.Module, tensors: Tensors, batches: Iterator[Any]) -> dict[str, Tensor]:
-    """Statistics of batch normalization for these weights: averages over batches of data, each of the same weight."""
+    """Statistics of batch normalization for these weights: averages over batches of data, weighted by their size."""
     norms = {
         name: module
         for name, module in model.named_modules()
@@ -207,11 +213,14 @@ def reestimated(model: nn.Module, tensors: Tensors, batches: Iterator[Any]) -> d
     with evaluating(model):
         try:
             lowering.load_state_dict(model, dict.fromkeys(counts, 0))  # so that rounding is the same each time
-            for module in norms.values():
-                module.train()
-                module.momentum = None  # which means: the plain average
+            seen = 0
             for x in batches:
                 args, kwargs = inputs_of(x)
+                new = len(tensors_in(x)[0])
+                seen += new
+                for module in norms.values():
+                    module.train()
+                    module.momentum = new / seen
                 functional_call(model, {**tensors, **blank}, args, kwargs)
         finally:
             lowering.load_state_dict(model, counts)

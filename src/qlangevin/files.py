@@ -14,12 +14,15 @@ import json
 import math
 import mmap
 import os
+import re
 import stat
 import struct
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
+from threading import get_ident
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -58,18 +61,40 @@ class Digest(NamedTuple):
 
 def write(path: Path, parts: Sequence[Bytes]) -> Digest:
     """Put a file in its place, all of it or nothing; when this returns it is on the disk."""
-    temporary = path.with_name(f".{path.name}.tmp")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{get_ident()}.tmp")
     try:
-        temporary.unlink(missing_ok=True)  # of a process that was killed
+        temporary.unlink(missing_ok=True)  # of a process that had the same number and was killed
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666)
         with open(descriptor, "wb", buffering=0) as file:
             digest = _write_and_hash(file, parts)
         os.replace(temporary, path)
         sync_folder(path.parent)
-    except BaseException:
+    except BaseException as error:
         temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename is None:
+            error.filename = str(path)
         raise
     return digest
+
+
+def remove_leftovers(folder: Path, name: str = "*") -> None:
+    """Remove temporary files of that name whose writers are gone."""
+    for file in folder.glob(f".{name}.*.tmp"):
+        match = re.fullmatch(r"\..*\.(\d+)-(\d+)\.tmp", file.name)
+        if match and not _alive(int(match[1]), int(match[2])):
+            file.unlink(missing_ok=True)
+
+
+def _alive(process: int, thread: int) -> bool:
+    if process == os.getpid():  # perhaps of an earlier process with this number, as there are in containers
+        return thread in sys._current_frames()
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        pass
+    return True
 
 
 def _write_and_hash(file: Any, parts: Sequence[Bytes]) -> Digest:
@@ -88,7 +113,7 @@ def _write_all(descriptor: int, parts: Sequence[Bytes]) -> None:
     """Several parts in one call, and the disk begins with them while the next are copied."""
     left = [memoryview(part) for part in parts if len(part)]
     while left:
-        written = os.writev(descriptor, left[:AT_ONCE])
+        written = os.writev(descriptor, left[:AT_ONCE]) if hasattr(os, "writev") else os.write(descriptor, left[0])
         while left and written >= len(left[0]):
             written -= len(left.pop(0))
         if written:

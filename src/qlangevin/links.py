@@ -22,7 +22,13 @@ Link: TypeAlias = Literal["softmax", "sigmoid", "identity"]
 
 
 class Uncertainty(NamedTuple):
-    """The average, and how uncertain it is: one number an example with softmax, one an output otherwise."""
+    """The average, and how uncertain it is: total = aleatoric + epistemic.
+
+    With softmax and sigmoid these are entropies in nats: of the average, the mean entropy of the samples' own predictions, and
+    the difference, which is the mutual information of label and weights. With the identity they are variances: the noise of
+    the data plus the variance over samples, the first, and the second. One number an example with softmax, one an output
+    otherwise.
+    """
 
     mean: Tensor
     total: Tensor
@@ -32,6 +38,7 @@ class Uncertainty(NamedTuple):
 
 def predicted(output: Tensor, link: Link) -> Tensor:
     """Predictions of several samples from outputs (sample, example, ...); classes are along the next dim, as in torch."""
+    output = output.to(torch.promote_types(output.dtype, torch.float32))  # half precision is for weights, not for sums
     if link != "softmax":
         return output.sigmoid() if link == "sigmoid" else output
     if output.dim() < 3 or output.shape[2] < 2:
@@ -58,7 +65,6 @@ class Average:
 
     def add(self, p: Tensor) -> None:
         """Predictions of some more samples, (sample, example, ...)."""
-        p = p.to(torch.promote_types(p.dtype, torch.float32))  # half precision is for weights, not for sums
         mean = p.mean(0)
         shift, weight = mean - self.mean, len(p) / (self.count + len(p))
         if self.wants_spread and self.link == "identity":  # the parallel form of Welford's sum of squares

@@ -56,6 +56,7 @@ class Loader(DataLoader[Any]):
         self._order = _Order(_length(dataset), batch_size, bool(shuffle), Key(seed).seed)
         self._newest = 0  # iterator
         options = {name: value for name, value in options.items() if name not in ("sampler", "batch_sampler")}
+        self._options = dict(options)
         options["generator"] = self._order.generator(WORKERS)
         super().__init__(dataset, batch_size, sampler=self._order, drop_last=bool(drop_last), **options)
         if len(self) == 0:
@@ -82,6 +83,26 @@ class Loader(DataLoader[Any]):
         self._newest += 1
         self.generator = self._order.generator(WORKERS)  # the workers' seeds are drawn from it
         return _Rest(self, self._newest, super().__iter__())
+
+    def until(self, steps: int) -> Iterator[Any]:
+        """Batches, epoch after epoch, until that many are done in all: ``for x, y in loader.until(schedule.total_steps)``."""
+        while self.steps < steps:
+            for batch in self:
+                yield batch
+                if self.steps >= steps:
+                    return
+
+    def untouched(self) -> Loader:
+        """Another loader of the same data, from the beginning: to go through it does not move this one."""
+        order = self._order
+        return Loader(
+            self.dataset,
+            order.batch_size,
+            shuffle=order.shuffle,
+            drop_last=self.drop_last,
+            seed=order.seed,
+            **self._options,
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Where the loader is, in JSON's types."""

@@ -181,6 +181,8 @@ def check(probabilities: Tensor, labels: Tensor) -> None:
     if labels.numel():
         _check_probabilities(probabilities, binary)
         _check_labels(labels, 2 if binary else shape[1], binary)
+        if binary and len(shape) > 1 and shape[1] > 1 and _sum_to_one(probabilities) and _sum_to_one(labels):
+            raise ValueError("these look like probabilities of classes with one-hot labels; give labels.argmax(1)")
 
 
 def _check_probabilities(p: Tensor, binary: bool) -> None:
@@ -189,12 +191,19 @@ def _check_probabilities(p: Tensor, binary: bool) -> None:
         raise ValueError(f"probabilities must be numbers, got {int(p.isnan().sum())} NaN among {p.numel()}")
     slack = max(1e-3, torch.finfo(p.dtype).eps)  # bfloat16 rounds more coarsely than 1e-3
     hint = f"these look like logits; apply {'sigmoid' if binary else 'softmax'}"
+    if low < -slack and high <= 0:
+        hint = "these look like logarithms of probabilities; apply exp"
     if low < -slack or high > 1 + slack:
         raise ValueError(f"probabilities must be between 0 and 1, got values from {low:.4g} to {high:.4g}: {hint}")
     if not binary:
         least, most = (float(x) for x in p.sum(1, dtype=_wide(p)).aminmax())
         if least < 1 - slack or most > 1 + slack:
+            hint = "normalize them; or, if each is a yes or no of its own, give labels of the same shape"
             raise ValueError(f"probabilities must sum to 1 along dim 1, got {least:.4g} to {most:.4g}: {hint}")
+
+
+def _sum_to_one(x: Tensor) -> bool:
+    return bool(((x.sum(1, dtype=_wide(x)) - 1).abs() < 1e-3).all())
 
 
 def _check_labels(y: Tensor, classes: int, binary: bool) -> None:
@@ -207,9 +216,15 @@ def _check_labels(y: Tensor, classes: int, binary: bool) -> None:
 
 
 def log_likelihood(probabilities: Tensor, labels: Tensor) -> Tensor:
-    """log p(y) for each label, in float64; p below the smallest normal float32 counts as that."""
+    """log p(y) for each label, in float64; p below the smallest normal float32 counts as that.
+
+    A binary p that was rounded to 1 counts as 1 - ε/4, half-way to the next number below: 1 - p was not 0.
+    """
     p, y = _exact(probabilities), labels.long()
-    chosen = torch.where(y == 1, p, 1 - p) if p.shape == y.shape else p.gather(1, y.unsqueeze(1)).squeeze(1)
+    if p.shape == y.shape:
+        chosen = torch.where(y == 1, p, (1 - p).clamp_min(torch.finfo(probabilities.dtype).eps / 4))
+    else:
+        chosen = p.gather(1, y.unsqueeze(1)).squeeze(1)
     return chosen.clamp_min(TINY).log()
 
 

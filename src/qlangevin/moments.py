@@ -32,6 +32,6 @@ def spread(begin: int, end: int, count: int) -> list[int]:
 
 
 @lru_cache(maxsize=64)
-def part_of(fraction: float, steps: int) -> int:
+def part_of(share: float, steps: int) -> int:
     """The first step that has reached a fraction of all. A fraction is the simple one it was meant as: 1/3, not 1/3 - 2e-17."""
-    return math.ceil(Fraction(fraction).limit_denominator(10**9) * steps)
+    return math.ceil(Fraction(share).limit_denominator(10**9) * steps)

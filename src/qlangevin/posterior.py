@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from . import contents, ops
 from .ensemble import Ensemble, inputs_of, reestimated, tensors_in
 from .links import Average, Link, Uncertainty, predicted
+from .loader import Loader
 from .progress import progress_bar
 from .reading import Sample, Samples
 from .store import SampleStore
@@ -75,6 +76,8 @@ class Posterior:
                 has them estimated anew.
             vectorize: whether samples are computed at once; None decides by the size of the model and of the inputs.
         """
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model must be a module, got {type(model).__name__}: Posterior.open(stores, model)")
         ops.choose("link", link, ("softmax", "sigmoid", "identity"))
         if not isinstance(noise, numbers.Real) or not 0 <= noise < math.inf or (noise and link != "identity"):
             raise ValueError(
@@ -155,7 +158,7 @@ class Posterior:
         except TypeError:  # not everything has a length, and not everything that has one knows it
             total = None
         with progress_bar(total, f"averaging {len(self)} samples", progress) as advance:
-            for several in _together(loader):
+            for several in _together(_untouched(loader)):
                 averages = self._averages([x for x, _ in several], spread, advance)
                 yield from zip(averages, (labels for _, labels in several), strict=True)
 
@@ -188,7 +191,7 @@ class Posterior:
         if self.batch_norm is None:
             return tensors
         if sample not in self._statistics:
-            batches = (self._moved(inputs_and_labels(batch)[0]) for batch in self.batch_norm)
+            batches = (self._moved(inputs_and_labels(batch)[0]) for batch in _untouched(self.batch_norm))
             self._statistics[sample] = reestimated(self.model, tensors, batches)
         return tensors | self._statistics[sample]
 
@@ -219,6 +222,11 @@ def inputs_and_labels(batch: Any) -> tuple[Any, Any]:
             f"a batch must be inputs, or inputs and labels, got {len(batch)} things; several inputs go into a tuple or dict"
         )
     return batch[0], batch[1] if len(batch) == 2 else None
+
+
+def _untouched(loader: Iterable[Any]) -> Iterable[Any]:
+    """Looking at the data is not a step of training."""
+    return loader.untouched() if isinstance(loader, Loader) else loader
 
 
 def _together(loader: Iterable[Any]) -> Iterator[list[tuple[Any, Any]]]:

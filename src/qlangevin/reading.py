@@ -56,8 +56,7 @@ class Sample(Mapping[str, Tensor]):
 
     def decode(self, device: torch.device | str | None = None) -> dict[str, Tensor]:
         """The tensors as plain ones; codes move to the device before they are decoded."""
-        moved = {name: t.to(device) for name, t in self.items()}
-        return {name: contents.plain(t) for name, t in moved.items()}
+        return {name: contents.plain(contents.moved(t, device)) for name, t in self.items()}
 
     def load_into(self, model: nn.Module) -> None:
         """Make these the weights and buffers of a model, packed or not."""
@@ -137,6 +136,12 @@ class Samples(Sequence[Sample]):
         stamp = (about.st_ino, about.st_mtime_ns, about.st_size)
         if stamp != self._stamp:
             self.manifest, self._stamp = self._read(self.path), stamp
+            self._forget()
+
+    def _forget(self) -> None:
+        """Files of the same number may be others now."""
+        samples = self.manifest.samples
+        self._intact = {i: record for i, record in self._intact.items() if i < len(samples) and samples[i] == record}
 
     def _load(self, index: int, record: Record) -> dict[str, Tensor]:
         what = f"sample {index} of {self.path}"

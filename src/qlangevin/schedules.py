@@ -145,7 +145,8 @@ class LinearDecayLR(Schedule):
     """Flat, then linear, then flat: SWALP's schedule (Yang et al., 2019), which the paper uses for CIFAR and IMDB.
 
     With t = e / K, a = ``flat_until`` and b = ``decayed_at`` the factor is 1 until a, ``final`` from b on, and between them
-    1 - (1 - final) (t - a) / (b - a). The paper's 50 samples from the last 50 of 245 epochs are ``burn_in=195 / 245``.
+    1 - (1 - final) (t - a) / (b - a). The paper's 245 epochs with 50 samples, one an epoch, are ``burn_in=195 / 245``.
+    SWALP changes the rate once an epoch; here it changes with every step.
 
     Args:
         optimizer, total_steps, samples, burn_in: as of `ConstantLR`.

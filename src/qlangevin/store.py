@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from threading import RLock
 from typing import Any
 
 import torch
@@ -40,7 +41,7 @@ class SampleStore(Samples):
 
     def __init__(self, path: Path, manifest: Manifest | None = None, lock: Lock | None = None) -> None:
         super().__init__(path, manifest)
-        self._lock = lock
+        self._lock, self._turn = lock, RLock()
         self._sampler: Optimizer | None = None
 
     # ---- making and opening
@@ -67,6 +68,8 @@ class SampleStore(Samples):
         path, settings = Path(path), settings_of(sampler, schedule)
         tensors = contents.describe(contents.named_tensors(model), sampler)
         new = Manifest(__version__, tensors, settings)
+        if path.exists() and not path.is_dir():
+            raise NotADirectoryError(f"{path} is a file; a store is a folder")
         path.mkdir(parents=True, exist_ok=True)
         lock = Lock(path)
         try:
@@ -89,6 +92,7 @@ class SampleStore(Samples):
     @classmethod
     def _begun(cls, path: Path, manifest: Manifest, model: nn.Module, lock: Lock) -> SampleStore:
         (path / FOLDER).mkdir(exist_ok=True)
+        files.remove_leftovers(path)
         files.sync_folder(path.parent)
         if frozen := manifest.of_kind("frozen"):
             parts = contents.gather(contents.named_tensors(model), frozen)
@@ -138,9 +142,8 @@ class SampleStore(Samples):
 
     def _tidy(self) -> None:
         """Remove what a writer that was killed left behind: files half written, or written and not listed."""
-        for folder in (self.path, self.path / FOLDER):
-            for file in folder.glob(".*.tmp"):
-                file.unlink()
+        files.remove_leftovers(self.path)
+        files.remove_leftovers(self.path / FOLDER)
         for file in (self.path / FOLDER).iterdir():
             match = re.fullmatch(r"(\d{6,})\.safetensors", file.name)
             if match and int(match[1]) >= len(self.manifest.samples):
@@ -161,16 +164,25 @@ class SampleStore(Samples):
     # ---- writing
 
     def append(self, model: nn.Module, step: int | None = None) -> Sample:
-        """Add the model as it is now. It is on the disk when this returns; if it raises, nothing has changed.
+        """Add the model as it is now. It is on the disk when this returns; an error says what has become of it.
 
         ``step`` says after how many steps; by default the sampler the store was created with is asked.
         """
+        with self._turn:  # of several threads
+            return self._append(model, step)
+
+    def _append(self, model: nn.Module, step: int | None) -> Sample:
         self.require_writable()
         if step is None and self._sampler is not None:
             step = steps_of(self._sampler)
         if step is not None and not is_count(step):
             raise ValueError(
                 f"step must be how many steps the sampler has made, an integer that is not negative, got {step!r}"
+            )
+        last = self.manifest.samples[-1].step if self.manifest.samples else None
+        if step is not None and last is not None and step < last:
+            raise ValueError(
+                f"the last sample is of step {last}, this one of step {step}: was the checkpoint not loaded?"
             )
         tensors, index = contents.named_tensors(model), len(self.manifest.samples)
         contents.check_fits(
@@ -204,29 +216,30 @@ class SampleStore(Samples):
             raise ValueError(
                 f"count must be between 0 and {len(self.manifest.samples)}, the samples there are, got {count}"
             )
-        if count < len(self.manifest.samples):
-            self._publish(self.manifest.samples[:count])
-            self._tidy()
+        with self._turn:
+            if count < len(self.manifest.samples):
+                self._publish(self.manifest.samples[:count])
+                self._tidy()
 
     def _publish(self, samples: tuple[Record, ...]) -> None:
         manifest = self.manifest.with_samples(samples)
         files.write(self.path / MANIFEST, [manifest.to_json()])
         self.manifest = manifest
-        self._intact = {i: record for i, record in self._intact.items() if i < len(samples) and samples[i] == record}
+        self._forget()
 
     def require_writable(self) -> None:
         """Raise PermissionError unless this is the process that may write."""
         if self._lock is None:
             raise PermissionError(
-                f"the store in {self.path} is open for reading; SampleStore.open(..., write=True) to write"
+                f"the store in {self.path} is closed, or open for reading; SampleStore.open(..., write=True) to write"
             )
         if not self._lock.held:
             raise PermissionError(
-                f"the store in {self.path} is closed, or was opened by the process this one was forked from"
+                f"the store in {self.path} was opened by the process this one was forked from, and is that one's to write"
             )
 
     def _refresh(self) -> None:
-        if self._lock is None:  # a writer is the one who adds
+        if self._lock is None or not self._lock.held:  # a writer is the one who adds
             super()._refresh()
 
     def _check_frozen(self, tensors: Mapping[str, Tensor]) -> None:
