@@ -24,7 +24,7 @@ from torch.utils.data import TensorDataset
 import qlangevin as ql
 
 FORMAT, BATCH = "bfp8", 50
-SGD_SETTINGS = tuple(product((0.03, 0.1), (1e-4, 1e-3, 1e-2)))  # learning rate, weight decay
+SGD_SETTINGS = tuple(product((0.1, 0.3), (1e-4, 1e-3, 5e-3)))  # learning rate, weight decay
 SGLD_SETTINGS = tuple(product((0.1, 0.3), (0.003, 0.01, 0.03)))  # precision of the prior, temperature
 
 
@@ -55,12 +55,11 @@ def sgd(train: Split, lr: float, weight_decay: float, epochs: int, seed: int) ->
     model, loader = network(seed), ql.Loader(TensorDataset(*train), BATCH, seed=seed)
     optimizer = torch.optim.SGD(model.parameters(), lr, momentum=0.9, weight_decay=weight_decay)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs * len(loader))
-    while loader.epoch < epochs:
-        for x, y in loader:
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(model(x), y).backward()
-            optimizer.step()
-            schedule.step()
+    for x, y in loader.until(epochs * len(loader)):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        schedule.step()
     return lambda x: model(x).detach().softmax(1)
 
 
@@ -85,15 +84,14 @@ def sgld(
     with ql.SampleStore.create(run, model, sampler, schedule, resume=True) as store:
         whole = (run, model, sampler, schedule, loader, store)
         ql.load_checkpoint(*whole, missing_ok=True)
-        while loader.epoch < epochs:
-            for x, y in loader:
-                sampler.zero_grad()
-                nn.functional.cross_entropy(model(x), y).backward()
-                sampler.step()
-                schedule.step()
-                if schedule.collect:
-                    store.append(model)
-            if loader.epoch % 50 == 0:
+        for x, y in loader.until(schedule.total_steps):
+            sampler.zero_grad()
+            nn.functional.cross_entropy(model(x), y).backward()
+            sampler.step()
+            schedule.step()
+            if schedule.collect:
+                store.append(model)
+            if loader.steps % 300 == 0:
                 ql.save_checkpoint(*whole)
     return ql.Posterior.open(run, model)
 
@@ -114,6 +112,7 @@ def main(
     posterior = next(p for p in posteriors if p.predict == average)
     predictions = {
         "best SGD network, FP32": best(networks, validation)(test.x),
+        f"average of {len(networks)} SGD networks": torch.stack([network(test.x) for network in networks]).mean(0),
         f"one sample, {FORMAT}": posterior[-1:].predict(test.x),
         f"average of {len(posterior)} samples": average(test.x),
     }

@@ -33,7 +33,7 @@ def test_digits_are_averaged_and_a_second_start_finds_them_done(
 ) -> None:
     example: Any = load("digits")
     example.SGD_SETTINGS, example.SGLD_SETTINGS = example.SGD_SETTINGS[:2], example.SGLD_SETTINGS[:2]
-    sgd, one, average = example.main(tmp_path, epochs=96, samples=40).values()
+    sgd, _, one, average = example.main(tmp_path, epochs=96, samples=40).values()
     assert sgd["count"] == one["count"] == average["count"] == 1197
     assert average["nll"] < sgd["nll"]  # which takes longer to get there
     assert average["error"] < 0.12  # chance is 0.9

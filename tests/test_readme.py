@@ -1,22 +1,40 @@
-"""What the README shows, runs."""
+"""What the README and the pages under docs/ show, runs."""
 
 import re
 from pathlib import Path
 
 import pytest
 
-README = Path(__file__).parent.parent / "README.md"
-BLOCKS = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
+ROOT = Path(__file__).parent.parent
+README = ROOT / "README.md"
+PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
 
 
-@pytest.mark.parametrize("code", BLOCKS, ids=[f"block {i}" for i in range(len(BLOCKS))])
-def test_the_code_runs(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def programs(page: Path) -> list[str]:
+    """The blocks of code on a page; one that is "continued" goes on with the block before it."""
+    found: list[str] = []
+    for continued, code in re.findall(r"```python( continued)?\n(.*?)```", page.read_text("utf-8"), re.DOTALL):
+        found.append(found.pop() + code if continued else code)
+    return found
+
+
+BLOCKS = {f"{page.name} {i}": code for page in PAGES for i, code in enumerate(programs(page))}
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_the_code_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    exec(compile(code, str(README), "exec"), {})
+    exec(compile(BLOCKS[name], name, "exec"), {})
 
 
 def test_the_first_screen_has_both_commands() -> None:
     top = README.read_text(encoding="utf-8")[:1500]
     assert "make demo" in top
     assert "make test" in top
-    assert BLOCKS
+    assert len(programs(README)) >= 4
+
+
+def test_links_lead_somewhere() -> None:
+    for page in PAGES:
+        links = re.findall(r"\]\(([^)#:]+)\)", page.read_text("utf-8"))
+        assert [link for link in links if not (page.parent / link).exists()] == []
