@@ -115,21 +115,26 @@ def load_checkpoint(
             )
         save_checkpoint(path, model, sampler, schedule, loader, store)
         return {}
-    saved, here = _read(file), contents.describe(contents.named_tensors(model))
-    contents.check_fits(here, saved.info, saved.what, formats=True)
-    if sampler is not None and (odd := [name for name in here if here[name].format != saved.info[name].format]):
-        raise ValueError(f"{saved.what} is of a model packed as {saved.info[odd[0]].format}, not {here[odd[0]].format}")
-    for name, component in given.items():
-        kind, known = type(component).__name__, saved.classes.get(name)
-        if kind != known:
-            raise ValueError(
-                f"{saved.what} was saved {f'with a {known} as' if known else 'without a'} {name}, not {kind}"
-            )
+    saved = _read(file)
+    _check_fits(saved, model, given)
     samples = _common_samples(saved, store) if store is not None else 0
     _load(saved, contents.unwrapped(model), given)
     if store is not None:
         store.truncate(samples)
     return saved.counters
+
+
+def _check_fits(saved: Saved, model: nn.Module, given: Mapping[str, Stateful]) -> None:
+    """Refuse a model or a component that is not of the kind that was saved."""
+    here = contents.describe(contents.named_tensors(model))
+    contents.check_fits(here, saved.info, saved.what, formats=True)
+    if "sampler" in given and (odd := [name for name in here if here[name].format != saved.info[name].format]):
+        raise ValueError(f"{saved.what} is of a model packed as {saved.info[odd[0]].format}, not {here[odd[0]].format}")
+    for name, component in given.items():
+        kind, known = type(component).__name__, saved.classes.get(name)
+        if kind != known:
+            was = f"with a {known} as {name}" if known else f"without a {name}"
+            raise ValueError(f"{saved.what} was saved {was}, not with a {kind}")
 
 
 def _about(store: SampleStore, count: int) -> dict[str, Any]:
