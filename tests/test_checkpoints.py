@@ -550,7 +550,7 @@ def test_a_forgery_that_changes_nothing_is_loaded(intact: bytes, tmp_path: Path)
     make("packed").load(tmp_path / "it")
 
 
-KEYS = ["checkpoint", "tensors", "layers", "states", "random", "counters"]
+KEYS = ["checkpoint", "tensors", "layers", "lowered", "states", "random", "counters"]
 WRONG: list[Any] = [None, [], {}, "x", -1, 0.5, [[1]], {"tuple": []}, {"dict": []}, {"dict": [[1, 2]]}, {"x": -1}]
 
 
@@ -567,9 +567,9 @@ def test_an_entry_of_another_kind_is_found(key: str, intact: bytes, tmp_path: Pa
     about, tensors = taken_apart(intact, tmp_path / "it")
     run = make("packed")
     for wrong in WRONG:
-        if (key, wrong) not in [("layers", {}), ("counters", {"dict": []})]:  # which can be
+        if (key, wrong) not in [("layers", {}), ("lowered", {}), ("counters", {"dict": []})]:  # which can be
             # Some say something that could be true of another model.
-            error = ValueError if key in ("tensors", "layers", "states") else DamagedError
+            error = ValueError if key in ("tensors", "layers", "lowered", "states") else DamagedError
             forged(json.dumps(about | {key: wrong}), tensors, tmp_path / "it")
             refused(tmp_path / "it", None, run, error)
 
@@ -731,3 +731,12 @@ def test_nothing_is_pickled(kind: str, tmp_path: Path, monkeypatch: pytest.Monke
     other = make(kind)
     other.load(tmp_path)
     assert other.state() == state
+
+
+def test_another_way_of_lowering_is_refused(tmp_path: Path) -> None:
+    run, other = make("lowered"), make("lowered")
+    run.save(tmp_path)
+    ql.unlower(other.model)
+    ql.lower(other.model, activations="bfp8", errors="bfp8", seed=99)
+    with pytest.raises(ValueError, match=r"lowered otherwise: .*seed=99"):
+        other.load(tmp_path)

@@ -69,6 +69,7 @@ def save_checkpoint(
         "library": __version__,
         "tensors": {name: t.as_json() for name, t in info.items()},
         "layers": lowering.state_dict(contents.unwrapped(model)),
+        "lowered": lowering.settings(contents.unwrapped(model)),
         "classes": {name: type(component).__name__ for name, component in given.items()},
         "states": flatten({name: c.state_dict() for name, c in given.items()}, tensors, "states"),
         "random": flatten(random_state(), tensors, "random"),
@@ -130,6 +131,9 @@ def _check_fits(saved: Saved, model: nn.Module, given: Mapping[str, Stateful]) -
     contents.check_fits(here, saved.info, saved.what, formats=True)
     if "sampler" in given and (odd := [name for name in here if here[name].format != saved.info[name].format]):
         raise ValueError(f"{saved.what} is of a model packed as {saved.info[odd[0]].format}, not {here[odd[0]].format}")
+    lowering.check_state(contents.unwrapped(model), saved.layers)
+    if "sampler" in given and (odd := differences(saved.lowered, lowering.settings(contents.unwrapped(model)))):
+        raise ValueError(f"{saved.what} is of a model lowered otherwise: {'; '.join(odd[:3])}")
     for name, component in given.items():
         kind, known = type(component).__name__, saved.classes.get(name)
         if kind != known:
@@ -160,7 +164,6 @@ def _common_samples(saved: Saved, store: SampleStore) -> int:
 
 def _load(saved: Saved, model: nn.Module, given: Mapping[str, Stateful]) -> None:
     """Load everything, or nothing: if one part refuses, those before it go back to where they were."""
-    lowering.check_state(model, saved.layers)
     with ExitStack() as undo:
         for name, component in given.items():
             undo.callback(component.load_state_dict, copy.copy(component.state_dict()))
@@ -184,6 +187,7 @@ class Saved:
     info: dict[str, TensorInfo]
     values: dict[str, Tensor]
     layers: dict[str, int]
+    lowered: dict[str, str]
     classes: dict[str, str]
     states: dict[str, dict[str, Any]]
     random: dict[str, Any]
@@ -191,7 +195,7 @@ class Saved:
     counters: dict[str, Any]
 
     def __post_init__(self) -> None:
-        objects: tuple[Any, ...] = (self.layers, self.classes, self.states, self.random, self.counters)
+        objects: tuple[Any, ...] = (self.layers, self.lowered, self.classes, self.states, self.random, self.counters)
         good = all(isinstance(each, dict) and all(isinstance(name, str) for name in each) for each in objects)
         good = good and all(isinstance(state, dict) for state in self.states.values())
         good = (
@@ -253,6 +257,7 @@ def _read(file: Path) -> Saved:
             info=info,
             values=contents.assemble(parts, info, what),
             layers=about["layers"],
+            lowered=about["lowered"],
             classes=about["classes"],
             states=unflatten(about["states"], tensors),
             random=unflatten(about["random"], tensors),

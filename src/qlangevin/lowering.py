@@ -131,6 +131,11 @@ def load_state_dict(model: nn.Module, state: Mapping[str, int]) -> None:
         layer.count.fill_(int(state[name]))
 
 
+def settings(model: nn.Module) -> dict[str, str]:
+    """How each layer is lowered, in words."""
+    return {name: f"{layer!r}, rounding={layer.rounding}, seed={layer.seed}" for name, layer in _layers(model)}
+
+
 def check_state(model: nn.Module, state: Mapping[str, int]) -> None:
     """Refuse a state that is not of this model."""
     found = dict(_layers(model))

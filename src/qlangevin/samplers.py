@@ -264,7 +264,7 @@ def _changed(p: Tensor, state: dict[str, Any], s: Update) -> bool:
 
 
 def _values(p: Tensor) -> Tensor:
-    return cast(QTensor, p.detach()).decode() if isinstance(p, QTensor) else p.detach()
+    return p.decode() if isinstance(p, QTensor) else p.detach()  # where no gradients are kept
 
 
 def first_not_finite(tensors: list[Tensor]) -> int:
