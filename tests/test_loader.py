@@ -306,6 +306,47 @@ def test_the_docstring_warns_of_augmentation() -> None:
     assert "after a resume it must itself be a function of seed, epoch and index" in text
 
 
+# --- a dataset that wants to know the epoch ---
+
+
+class Told(Numbers):
+    """100 times the epoch it was told last, and the index; or that it was told none."""
+
+    epoch = -1
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __getitem__(self, index: int) -> int:
+        return 100 * self.epoch + super().__getitem__(index)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_dataset_is_told_the_epoch(workers: int) -> None:
+    loader = Loader(Told(4), 2, shuffle=False, num_workers=workers)
+    assert take(loader, 3) == [[0, 1], [2, 3], [100, 101]]
+    resumed = Loader(Told(4), 2, shuffle=False, num_workers=workers)
+    resumed.load_state_dict(loader.state_dict())
+    assert take(resumed, 2) == take(loader, 2) == [[102, 103], [200, 201]]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_loaders_that_share_a_dataset_do_not_disturb_each_other(workers: int) -> None:
+    loader = Loader(Told(4), 2, shuffle=False, num_workers=workers)
+    take(loader, 2)
+    batches = iter(loader)
+    assert next(batches).tolist() == [100, 101]
+    assert rest(loader.untouched()) == [[0, 1], [2, 3]]
+    assert next(batches).tolist() == [102, 103]
+    assert where(loader) == (2, 0, 4)
+
+
+def test_workers_that_stay_would_not_hear_of_the_epoch() -> None:
+    with pytest.raises(ValueError, match=r"whose set_epoch would not be heard; leave out persistent_workers$"):
+        Loader(Told(4), 2, num_workers=1, persistent_workers=True)
+    assert len(Loader(Told(4), 2, num_workers=1, persistent_workers=False)) == 2
+
+
 @pytest.mark.parametrize("total", [0, 1, 3, 4, 9])
 @pytest.mark.parametrize("stop", [0, 2, 5])
 def test_until_goes_through_epochs_and_goes_on_where_it_was(total: int, stop: int) -> None:

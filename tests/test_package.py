@@ -26,9 +26,10 @@ ORDER = [
     *["steps", "settings", "arrival", "samplers", "moments", "schedules", "loader", "selection", "packing"],
     *["saving", "flow", "convolution", "recurrent", "lowering"],
     *["hashing", "files", "locking", "manifest", "contents", "reading", "origin", "store", "trees", "checkpoints"],
-    *["links", "ensemble", "progress", "posterior", "metrics", "diagnostics", "theory", "distributed"],
+    *["links", "ensemble", "progress", "posterior", "metrics", "diagnostics"],
+    *["stationary", "bounds", "theory", "distributed"],
     "",  # the library ends here
-    *["experiments.data", "experiments.models", "experiments.methods", "experiments.gaussian"],
+    *["experiments.data", "experiments.models", "experiments.methods", "experiments.gaussian", "experiments.bound"],
     *["experiments.classify", "experiments.report", "experiments", "cli"],
 ]
 

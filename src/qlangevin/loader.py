@@ -27,7 +27,9 @@ class Loader(DataLoader[Any]):
     batch it was given. Only the newest iterator counts: an older one raises RuntimeError.
 
     The order does not depend on torch's global generator, nor change it, nor on the number of workers. Random augmentation
-    does: to be the same after a resume it must itself be a function of seed, epoch and index.
+    does: to be the same after a resume it must itself be a function of seed, epoch and index. A dataset that has a method
+    ``set_epoch`` is told the epoch of its own loader before each batch, even if several loaders share it; workers get a copy
+    that was told when they were started.
 
     Args:
         dataset: has a length, and examples by index.
@@ -52,6 +54,10 @@ class Loader(DataLoader[Any]):
         refused += [] if options.get("in_order", True) else ["in_order=False"]
         if refused:
             raise TypeError(f"the order of a Loader follows from its seed; leave out {', '.join(refused)}")
+        if options.get("persistent_workers") and hasattr(dataset, "set_epoch"):
+            raise ValueError(
+                "persistent workers keep a copy of the dataset, whose set_epoch would not be heard; leave out persistent_workers"
+            )
         batch_size = whole("batch_size", batch_size, 1)
         self._order = _Order(_length(dataset), batch_size, bool(shuffle), Key(seed).seed)
         self._newest = 0  # iterator
@@ -82,7 +88,12 @@ class Loader(DataLoader[Any]):
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch promises one of its private iterators
         self._newest += 1
         self.generator = self._order.generator(WORKERS)  # the workers' seeds are drawn from it
+        self._tell(self.epoch)
         return _Rest(self, self._newest, super().__iter__())
+
+    def _tell(self, epoch: int) -> None:
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(epoch)
 
     def until(self, steps: int) -> Iterator[Any]:
         """Batches, epoch after epoch, until that many are done in all: ``for x, y in loader.until(schedule.total_steps)``."""
@@ -155,7 +166,7 @@ class _Rest:
     """Hands out the rest of an epoch and counts."""
 
     def __init__(self, loader: Loader, number: int, batches: Iterator[Any]) -> None:
-        self.loader, self.number, self.batches = loader, number, batches
+        self.loader, self.number, self.batches, self.epoch = loader, number, batches, loader.epoch
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -165,6 +176,8 @@ class _Rest:
         if self.number != loader._newest:
             raise RuntimeError("this iterator has been overtaken: the loader was iterated anew, loaded or failed since")
         try:
+            if loader.num_workers == 0:
+                loader._tell(self.epoch)  # another loader of the same dataset may have told it its own
             batch = next(self.batches)
         except StopIteration:
             raise

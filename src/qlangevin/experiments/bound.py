@@ -1,0 +1,296 @@
+"""Theorems 1, 2 and 3 beside what the chains do: W2 to a standard Gaussian, U(θ) = θ²/2, in fixed point.
+
+    bound      what the theorem allows after infinitely many steps
+    exact      the stationary law of the chain, solved for
+    sampled    many chains side by side, as in Figure 1: from the target, with the same burn-in
+
+For this target m = M = 1 and Ψ = 0, and gradients lie on the grid already: Δ_G = 0. It takes two panels: W2 against
+the stepsize in one format, and against the number of fractional bits at one stepsize. As α goes to 0 the distance of naive
+SGLDLP-L grows like α^(-1/4) and its bound like α^(-1/2); with correction neither grows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributions import Normal
+
+from .. import random, theory
+from ..checks import whole
+from ..formats import FixedPoint, parse
+from ..random import Key
+from . import gaussian
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.lines import Line2D
+
+__all__ = ["Result", "Row", "Settings", "draw", "run", "terms"]
+
+MAX_STEPSIZE = 1.0  # 2/(m + M)
+GREY, DASHES = "#777777", (0, (5, 2.5))
+DOTS: dict[str, Any] = {
+    "marker": "o",
+    "linestyle": "",
+    "markersize": 6,
+    "markeredgecolor": "#222222",
+    "markeredgewidth": 0.7,
+}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Theorems 1 to 3 beside the exact law and samples, for a standard Gaussian.
+
+    Shows the 2-Wasserstein distance against the stepsize and against the number of fractional bits.
+    """
+
+    stepsizes: tuple[float, ...] = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0)
+    """The stepsizes α of the first panel."""
+    format: str = "fixed8.3"
+    """Its number format: fixed point up to 12 bits. What leaves the range is clipped, which the theorems do not foresee."""
+    frac: tuple[int, ...] = (1, 2, 3, 4, 5, 6)
+    """The numbers of fractional bits of the second panel."""
+    integer: int = 5
+    """Bits before the point in the second panel, the sign among them: fixed8.3 has 5."""
+    stepsize: float = 1e-3
+    """Stepsize of the second panel."""
+    chains: int = 5000
+    """Parallel chains; 0 for no sampling."""
+    max_steps: int = 5000
+    """Sample only where 4.5/α, burn-in included, is at most so many steps."""
+    seed: int = 0
+    """Seed of the random numbers."""
+
+    def __post_init__(self) -> None:
+        for name in ("stepsizes", "frac"):
+            if not getattr(self, name):
+                raise ValueError(f"{name} must not be empty; leave it out for the default")
+        for alpha in (*self.stepsizes, self.stepsize):
+            if not 0 < alpha <= MAX_STEPSIZE:
+                raise ValueError(
+                    f"stepsizes must be above 0 and at most 2/(m + M) = 1, as the theorems ask, got {alpha}"
+                )
+        whole("integer", self.integer, 1)
+        for frac in self.frac:
+            whole("frac", frac, 0)
+        for format, _ in self.cases:
+            theory.grid(format)
+            if not isinstance(parse(format), FixedPoint):
+                raise ValueError(
+                    f"format must be fixed point, such as fixed8.3, for the gap to be a constant, got {format}"
+                )
+        if self.chains != 0:
+            whole("chains", self.chains, 2)
+        whole("max_steps", self.max_steps, 0)
+        Key(self.seed)
+
+    @property
+    def formats(self) -> tuple[str, ...]:
+        """Those of the second panel."""
+        return tuple(f"fixed{self.integer + frac}.{frac}" for frac in self.frac)
+
+    @property
+    def cases(self) -> tuple[tuple[str, float], ...]:
+        """(format, stepsize) of both panels, each once."""
+        pairs = [(self.format, alpha) for alpha in self.stepsizes] + [(name, self.stepsize) for name in self.formats]
+        return tuple(dict.fromkeys(pairs))
+
+    def sampling(self, format: str, alpha: float) -> gaussian.Settings | None:
+        """How a case is sampled, None if it is not."""
+        if self.chains == 0 or 4.5 / alpha > self.max_steps:
+            return None
+        low, high = Key(self.seed).fold(self.cases.index((format, alpha))).bits  # each case has its own randomness
+        return gaussian.Settings((alpha,), format, self.chains, seed=low | high << 32)
+
+    @property
+    def total_steps(self) -> int:
+        return sum(how.total_steps for case in self.cases if (how := self.sampling(*case)))
+
+
+@dataclass(frozen=True)
+class Row:
+    """W2 of one method in one format at one stepsize; None where it is not known exactly, or was not sampled."""
+
+    format: str
+    frac: int
+    stepsize: float
+    method: str
+    bound: float
+    exact: float | None
+    sampled: float | None
+    steps: int | None
+
+
+@dataclass(frozen=True)
+class Result:
+    """The rows, and the W2 of as many independent draws from the target as there are chains: sampling resolves little more."""
+
+    settings: Settings
+    rows: tuple[Row, ...]
+    resolution: float | None
+
+
+def run(settings: Settings, progress: Callable[[str, int], None] = lambda label, steps: None) -> Result:
+    """All three for all cases. ``progress`` is told what runs, and how many steps more are done."""
+    rows: list[Row] = []
+    for format, alpha in settings.cases:
+        how = settings.sampling(format, alpha)
+        sampled = {row.method: row for row in gaussian.run(how, progress).rows} if how else {}
+        rows += [_row(format, alpha, method, sampled.get(method)) for method in gaussian.METHODS]
+    return Result(settings, tuple(rows), _resolution(settings) if settings.total_steps else None)
+
+
+def _row(format: str, alpha: float, method: str, sampled: gaussian.Row | None) -> Row:
+    fixed = _fixed(format)
+    known = (sampled.exact_variance, sampled.exact_w2) if sampled else gaussian.exact(method, alpha, format)
+    return Row(
+        format=format,
+        frac=fixed.frac,
+        stepsize=alpha,
+        method=method,
+        bound=limit(method, alpha, fixed.step),
+        exact=_distance(method, known),
+        sampled=sampled.w2 if sampled else None,
+        steps=sampled.steps if sampled else None,
+    )
+
+
+def limit(method: str, alpha: float, gap: float) -> float:
+    """The theorem's bound after infinitely many steps."""
+    constants = theory.Constants(1.0, 1.0, gradient=mean_gradient(alpha, gap))
+    return theory.bound(method, constants, alpha, gap).floor
+
+
+def mean_gradient(alpha: float, gap: float) -> float:
+    """G: what E|θ| is at most, in every step of VC SGLDLP-L from the target on.
+
+    E|θ| ≤ √S, and S = E[θ²] becomes (1-α)² S + E[max(2α, v_s)] ≤ (1-α)² S + 2α + αΔ√S: so √S never exceeds the root of
+    (2 - α) S = 2 + Δ√S.
+    """
+    return (gap + math.sqrt(gap * gap + 8 * (2 - alpha))) / (2 * (2 - alpha))
+
+
+def _distance(method: str, known: gaussian.Exact) -> float | None:
+    """W2 of the stationary law. SGLDLP-F, as far as its variance V is known, has N(0, V), at a distance of |√V - 1|."""
+    variance, w2 = known
+    return abs(math.sqrt(variance) - 1) if method == "SGLDLP-F" and variance is not None else w2
+
+
+def _resolution(settings: Settings, times: int = 16) -> float:
+    """Root of the mean W2² of that many independent draws, over some repetitions."""
+    draws = random.normal(Key(settings.seed), times * settings.chains).double().view(times, -1).sort().values
+    share = torch.full_like(draws[0], 1 / settings.chains)
+    return math.sqrt(sum(theory.wasserstein2(row, share, Normal(0.0, 1.0)) ** 2 for row in draws) / times)
+
+
+def _fixed(name: str) -> FixedPoint:
+    format = parse(name)
+    assert isinstance(format, FixedPoint)  # Settings has seen to it
+    return format
+
+
+def terms(
+    constants: theory.Constants,
+    stepsize: float,
+    weight_gap: float,
+    gradient_gap: float = 0.0,
+    steps: int | None = None,
+    start: float = 0.0,
+) -> dict[str, theory.Bound]:
+    """The bounds of all three methods for any target, term by term; the arguments are those of `theory.bound`."""
+    return {
+        name: theory.bound(name, constants, stepsize, weight_gap, gradient_gap, steps, start)
+        for name in gaussian.METHODS
+    }
+
+
+def draw(result: Result, path: Path) -> None:
+    """The picture: bounds as dashed lines, exact distances as solid ones, samples as dots, a colour for each method."""
+    from matplotlib.figure import Figure  # without pyplot: no window system, no global state
+
+    settings, rows = result.settings, result.rows
+    figure = Figure(figsize=(11, 5.4), layout="constrained", dpi=160)
+    left, right = figure.subplots(1, 2, sharey=True)
+    figure.suptitle("Distance to a standard Gaussian: what the theorems allow, and what the chains do", fontsize=13)
+    for method in gaussian.METHODS:
+        _by_stepsize(left, result, method)
+        _by_bits(right, result, method)
+    left.set(xscale="log", xlabel="stepsize α", ylabel="2-Wasserstein distance")
+    left.set_title(f"in {settings.format}", fontsize=11)
+    right.set_xlabel("fractional bits F, Δ = 2$^{-F}$")
+    right.set_title(f"at α = {settings.stepsize:g}, with {settings.integer} bits before the point", fontsize=11)
+    right.xaxis.get_major_locator().set_params(integer=True)
+    least = min(row.exact for row in rows if row.exact and row.method != "SGLDLP-F")  # that one goes on like α/4
+    for ax in (left, right):
+        ax.set(yscale="log", ylim=(min(1e-4, least / 2), 2.5 * max(row.bound for row in rows)))
+        ax.spines[["top", "right"]].set_visible(False)
+        ax.grid(alpha=0.25, linewidth=0.6)
+        if result.resolution is not None:
+            ax.axhline(result.resolution, color=GREY, linewidth=1, linestyle=":", zorder=1)
+    handles = _legend(result)
+    columns = (len(handles) + 1) // 2
+    figure.legend(handles=handles, loc="outside lower center", ncols=columns, frameon=False, fontsize=9.5)
+    figure.savefig(path)
+
+
+def _by_stepsize(ax: Axes, result: Result, method: str) -> None:
+    settings = result.settings
+    gap, low, high = _fixed(settings.format).step, min(settings.stepsizes), max(settings.stepsizes)
+    alphas = [min(high, low * (high / low) ** (k / 400)) for k in range(401)]
+    here = {row.stepsize: row for row in result.rows if row.method == method and row.format == settings.format}
+    _curves(ax, method, alphas, [limit(method, alpha, gap) for alpha in alphas], settings.stepsizes, here)
+    if method == "VC SGLDLP-L" and low < gap * gap / 8 < high:
+        _mark(ax, gap * gap / 8, limit(method, gap * gap / 7.99, gap))
+
+
+def _by_bits(ax: Axes, result: Result, method: str) -> None:
+    settings = result.settings
+    alpha, low, high = settings.stepsize, min(settings.frac), max(settings.frac)
+    bits = [low + (high - low) * k / 400 for k in range(401)]
+    rows = [row for row in result.rows if row.method == method and row.stepsize == alpha]
+    here = {float(row.frac): row for row in rows if row.format in settings.formats}
+    _curves(ax, method, bits, [limit(method, alpha, 2.0**-frac) for frac in bits], settings.frac, here)
+    if method == "VC SGLDLP-L" and low < (frac := -math.log2(8 * alpha) / 2) < high:
+        _mark(ax, frac, limit(method, alpha, 2.0 ** -(frac + 1e-3)))
+
+
+def _mark(ax: Axes, x: float, y: float) -> None:
+    """Where Q^vc, and with it Theorem 3, changes from one case to the other."""
+    ax.text(x, 1.2 * y, "2α = Δ²/4", ha="center", va="bottom", fontsize=8.5, color=gaussian.COLOURS["VC SGLDLP-L"])
+
+
+def _curves(
+    ax: Axes, method: str, x: list[float], allowed: list[float], places: Sequence[float], rows: Mapping[float, Row]
+) -> None:
+    """The bound, known everywhere, and what is known at some places; a missing number leaves a gap."""
+    colour, at = gaussian.COLOURS[method], sorted(places)
+    ax.plot(x, allowed, color=colour, linewidth=1.4, linestyle=DASHES)
+    ax.plot(at, [_or_nan(rows[place].exact) for place in at], color=colour, linewidth=2.2)
+    ax.plot(at, [_or_nan(rows[place].sampled) for place in at], color=colour, zorder=3, **DOTS)
+
+
+def _or_nan(value: float | None) -> float:
+    return math.nan if value is None else value
+
+
+def _legend(result: Result) -> list[Line2D]:
+    """What the colours are, in the upper row, and what the kinds of lines are, in the lower."""
+    from matplotlib.lines import Line2D
+
+    names = [
+        Line2D([], [], color=gaussian.COLOURS[name], linewidth=4, label=f"{name}, Theorem {number}")
+        for number, name in enumerate(gaussian.METHODS, 1)
+    ]
+    theorem = Line2D([], [], color=GREY, linewidth=1.4, linestyle=DASHES, label="theorem, after infinitely many steps")
+    law = Line2D([], [], color=GREY, linewidth=2.2, label="exact stationary law")
+    if result.resolution is None:
+        return [names[0], theorem, names[1], law, names[2]]
+    dots = Line2D([], [], color=GREY, **DOTS, label=f"sampled, {result.settings.chains} chains")
+    draws = Line2D([], [], color=GREY, linewidth=1, linestyle=":", label="as many draws from the target itself")
+    return [names[0], theorem, names[1], law, names[2], dots, Line2D([], [], linestyle="", label=" "), draws]

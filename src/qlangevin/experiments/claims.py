@@ -1,0 +1,190 @@
+"""The paper's claims, one by one, held against results.
+
+A difference counts if it is larger than two standard errors of the difference; otherwise, and where a single seed leaves the
+standard error unknown, the claim is undecided. A claim about every width holds if it does at each of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import product
+from typing import Literal, TypeAlias
+
+from .results import Result
+from .summary import SCORES, Cells, Estimate, by_experiment, family, method_name, scores, sweep
+
+__all__ = ["DEFINITION", "Claim", "Verdict", "claims", "lower"]
+
+Verdict: TypeAlias = Literal["holds", "does not hold", "undecided"]
+
+UNDECIDED: Verdict = "undecided"
+NEAR = 0.02  # of the full-precision NLL
+DEFINITION = (
+    "Full-precision quality means: the NLL is above that of the method's own full-precision counterpart (SGLDFP or SGDFP) by "
+    "at most 2 %, or by at most two combined standard errors."
+)
+
+REPORTED = {  # what the paper has of an experiment
+    **dict.fromkeys(("cifar10", "cifar100", "imdb"), ("error", "ece")),
+    "imagenet": ("error", "top5"),
+}
+PAIRS = (("sgldlp-f", "sgdlp-f"), ("vc-sgldlp-l", "naive-sgldlp-l"), ("vc-sgldlp-l", "sgdlp-l"))
+CYCLICAL = (("csgldfp", "sgldfp"), ("csgldlp-f", "sgldlp-f"), ("vc-csgldlp-l", "vc-sgldlp-l"))
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What the paper says of an experiment, whether it is so here, and by which numbers."""
+
+    experiment: str
+    text: str
+    verdict: Verdict
+    numbers: str
+
+
+def claims(results: Iterable[Result]) -> list[Claim]:
+    """All that can be said about these results."""
+    found: list[Claim] = []
+    for experiment, cells in by_experiment(results).items():
+        if sweep(cells):
+            found += _of_widths(experiment, cells)
+        else:
+            found += _of_pairs(experiment, cells)
+    return found
+
+
+def combined(a: Estimate, b: Estimate) -> float | None:
+    """Standard error of the difference."""
+    return None if a.error is None or b.error is None else math.hypot(a.error, b.error)
+
+
+def lower(a: Estimate, b: Estimate) -> Verdict:
+    """Whether a is below b."""
+    error, gap = combined(a, b), b.mean - a.mean
+    if error is None or abs(gap) <= 2 * error:
+        return "undecided"
+    return "holds" if gap > 0 else "does not hold"
+
+
+def _of_pairs(experiment: str, cells: Cells) -> Iterator[Claim]:
+    """SGLD against SGD, corrected against naive, cyclical against not; in each format, where both have been run."""
+    names = REPORTED.get(experiment, ("nll", "error", "ece"))
+    for format in dict.fromkeys(format for _, format in cells):
+        for (a, b), name in product((*PAIRS, *CYCLICAL), names):
+            first, second = (scores(cells, method, name).get(format) for method in (a, b))
+            if first is not None and second is not None:
+                text = f"{method_name(a)} has a lower {SCORES[name].title} than {method_name(b)} in {format}"
+                yield Claim(experiment, text, lower(first, second), _against(name, first, second))
+        if family(format) == "bfp8":
+            yield from _matches(experiment, cells, format, names)
+
+
+def _against(name: str, first: Estimate, second: Estimate) -> str:
+    unit = " %" if SCORES[name].percent else ""
+    seeds = "" if combined(first, second) is not None else "; one seed, so that its standard error is not known"
+    return f"{SCORES[name].bare(first)}{unit} against {SCORES[name].bare(second)}{unit}{seeds}"
+
+
+def _matches(experiment: str, cells: Cells, format: str, names: Iterable[str]) -> Iterator[Claim]:
+    """In 8 bits throughout, the cyclical method is no worse than SGD in full precision."""
+    for name in names:
+        ours, full = scores(cells, "vc-csgldlp-l", name).get(format), scores(cells, "sgdfp", name).get("fp32")
+        if ours is not None and full is not None:
+            verdict: Verdict = "does not hold" if lower(full, ours) == "holds" else "holds"
+            verdict = "undecided" if combined(ours, full) is None else verdict
+            text = f"VC cSGLDLP-L in {format} has no higher {SCORES[name].title} than SGDFP"
+            yield Claim(experiment, text, verdict, _against(name, ours, full))
+
+
+def _of_widths(experiment: str, cells: Cells) -> Iterator[Claim]:
+    widths = sweep(cells)
+    yield _everywhere(experiment, cells, widths, "sgldlp-f", "sgdlp-f")
+    yield _sufficient(experiment, cells, widths, "sgldlp-f", "sgldfp", 6)
+    yield _necessary(experiment, cells, widths, "sgdlp-f", "sgdfp", 10)
+    yield _everywhere(experiment, cells, widths, "vc-sgldlp-l", "naive-sgldlp-l")
+    yield _everywhere(experiment, cells, widths, "vc-sgldlp-l", "sgdlp-l")
+    narrow = {bits: format for bits, format in widths.items() if bits == 2}
+    yield _everywhere(experiment, cells, narrow, "vc-sgldlp-l", "sgdlp-f", "with 2 fractional bits")
+
+
+def _everywhere(
+    experiment: str, cells: Cells, widths: dict[int, str], a: str, b: str, where: str = "at every width"
+) -> Claim:
+    """That a's NLL is lower than b's."""
+    text = f"{method_name(a)} has a lower NLL than {method_name(b)} {where}"
+    first, second = scores(cells, a, "nll"), scores(cells, b, "nll")
+    pairs = {bits: (first[f], second[f]) for bits, f in widths.items() if f in first and f in second}
+    if not pairs:
+        return Claim(experiment, text, "undecided", "there are no runs of both")
+    verdicts = {bits: lower(*pair) for bits, pair in pairs.items()}
+    found = set(verdicts.values())
+    verdict: Verdict = "does not hold" if "does not hold" in found else "holds" if found == {"holds"} else "undecided"
+    return Claim(experiment, text, verdict, _over_widths(pairs, verdicts))
+
+
+def _over_widths(pairs: dict[int, tuple[Estimate, Estimate]], verdicts: dict[int, Verdict]) -> str:
+    """How often, and the width at which it is closest, or most wrong."""
+    bits = min(pairs, key=lambda bits: (pairs[bits][1].mean - pairs[bits][0].mean) / pairs[bits][1].mean)
+    worst = _against("nll", *pairs[bits])
+    if len(pairs) == 1:
+        return worst
+    lower_at = sum(a.mean < b.mean for a, b in pairs.values())
+    clear = sum(v == "holds" for v in verdicts.values())
+    wrong = [str(bits) for bits, v in verdicts.items() if v == "does not hold"]
+    text = f"lower at {lower_at} of {len(pairs)} widths, by more than two standard errors at {clear}"
+    text += f"; higher by as much with {', '.join(wrong)} bits" if wrong else ""
+    return f"{text}; least with {bits} bits: {worst}"
+
+
+def _quality(cells: Cells, widths: dict[int, str], method: str, full: str) -> tuple[dict[int, bool], str]:
+    """At which widths a method has full-precision quality, and the numbers in words."""
+    reference, found = scores(cells, full, "nll").get("fp32"), scores(cells, method, "nll")
+    if reference is None or not found:
+        return {}, f"there are no runs of both {method_name(method)} and {method_name(full)}"
+    good, words = {}, []
+    for bits, format in widths.items():
+        if format in found:
+            e = found[format]
+            slack = max(NEAR * reference.mean, 2 * (combined(e, reference) or 0.0))
+            good[bits] = e.mean - reference.mean <= slack
+            words.append(f"{bits} bits {round(100 * (e.mean / reference.mean - 1), 1) + 0.0:+} %")
+    return good, f"{method_name(full)} {SCORES['nll'].bare(reference)}, and relative to it: {', '.join(words)}"
+
+
+def _from(good: dict[int, bool]) -> int | None:
+    """The width from which on all are good."""
+    bad = [bits for bits, fine in good.items() if not fine]
+    return min((bits for bits in good if not bad or bits > max(bad)), default=None)
+
+
+def _sufficient(experiment: str, cells: Cells, widths: dict[int, str], method: str, full: str, bits: int) -> Claim:
+    """That all widths from this one on are good."""
+    text = f"{method_name(method)} has full-precision quality from {bits} fractional bits on"
+    good, numbers = _quality(cells, widths, method, full)
+    start, verdict = _from(good), UNDECIDED
+    if start is not None and start <= bits:
+        verdict = "holds"
+    elif any(not fine and b >= bits for b, fine in good.items()):
+        verdict = "does not hold"
+    return Claim(experiment, text, verdict, _begins(good, numbers))
+
+
+def _necessary(experiment: str, cells: Cells, widths: dict[int, str], method: str, full: str, bits: int) -> Claim:
+    """That the width before this one, or the one before that, is not good yet."""
+    text = f"{method_name(method)} needs at least {bits} fractional bits for full-precision quality"
+    good, numbers = _quality(cells, widths, method, full)
+    start, verdict = _from(good), UNDECIDED
+    if start is not None and start < bits:
+        verdict = "does not hold"
+    elif any(not fine and b >= bits - 2 for b, fine in good.items()):
+        verdict = "holds"
+    return Claim(experiment, text, verdict, _begins(good, numbers))
+
+
+def _begins(good: dict[int, bool], numbers: str) -> str:
+    if not good:
+        return numbers
+    start = _from(good)
+    return f"{'at no width of the sweep' if start is None else f'here from {start} bits on'}; {numbers}"

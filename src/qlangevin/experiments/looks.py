@@ -1,0 +1,116 @@
+"""How figures look: a colour, a line and a marker for each method, the same in all of them; and figures as files.
+
+The colours are those of Okabe and Ito, which colour-blind readers can tell apart, and related ones. SGD is dashed.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+import warnings
+import zlib
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["FRAME", "INK", "Image", "Look", "label", "look", "render", "styled", "window"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+# A page may replace these by its own colours; nothing else in a figure has them.
+INK, FRAME, PAPER = "#1b1f24", "#8a9098", "#fffffe"
+STYLE: dict[Any, Any] = {
+    "axes.edgecolor": FRAME, "axes.facecolor": "none", "axes.labelcolor": INK, "axes.spines.right": False,
+    "axes.spines.top": False, "axes.titlesize": 9, "figure.facecolor": PAPER, "font.family": "DejaVu Sans", "font.size": 9,
+    "grid.alpha": 0.25, "grid.color": FRAME, "grid.linewidth": 0.6, "legend.frameon": False, "savefig.facecolor": PAPER,
+    "svg.fonttype": "none", "svg.hashsalt": "qlangevin", "text.color": INK, "text.usetex": False,
+    "xtick.color": FRAME, "xtick.labelcolor": INK, "ytick.color": FRAME, "ytick.labelcolor": INK,
+}  # fmt: skip
+
+
+class Look(NamedTuple):
+    colour: str
+    line: str
+    marker: str
+
+
+LOOKS = {
+    "sgldfp": Look("#7a7a7a", "-", "o"),
+    "sgdfp": Look("#7a7a7a", "--", "s"),
+    "csgldfp": Look("#a58d5f", "-", "P"),
+    "sgldlp-f": Look("#0072b2", "-", "o"),
+    "sgdlp-f": Look("#56b4e9", "--", "s"),
+    "csgldlp-f": Look("#8a7fd6", "-", "P"),
+    "naive-sgldlp-l": Look("#d55e00", "-", "v"),
+    "vc-sgldlp-l": Look("#009e73", "-", "D"),
+    "sgdlp-l": Look("#cc79a7", "--", "X"),
+    "vc-csgldlp-l": Look("#7fb238", "-", "P"),
+    "nearest-sgldlp-l": Look("#b5534f", "-", "h"),
+    "nearest-sgdlp-l": Look("#b5534f", "--", "*"),
+}
+FAR = 5  # times as far from the best as two thirds of the values are
+OTHERS = ("#e69f00", "#a6761d", "#5f9ea0", "#c06ce0")
+
+
+def look(method: str) -> Look:
+    """A method that is not the paper's gets a colour that follows from its name."""
+    dash = "--" if method.startswith("sgd") else "-"
+    return LOOKS.get(method) or Look(OTHERS[zlib.crc32(method.encode("utf-8", "replace")) % len(OTHERS)], dash, "o")
+
+
+def label(text: str, most: int = 32) -> str:
+    """A text as matplotlib should write it: no formulas, nothing that cannot be printed, not too long."""
+    text = "".join(c if c.isprintable() else "?" for c in text)
+    return (text if len(text) <= most else f"{text[: most - 1]}…").replace("$", r"\$")
+
+
+def window(values: Sequence[float]) -> tuple[float, float]:
+    """A range that shows the values well, the best of which is the lowest: far outliers, less than a third, are left out."""
+    low, most = min(values), sorted(values)[2 * (len(values) - 1) // 3]
+    far = max(values) - low > FAR * (most - low) > 0
+    high = max(v for v in values if v <= low + FAR / 2 * (most - low)) if far else max(values)
+    pad = 0.08 * (high - low) or 0.05 * abs(low) or 1.0
+    return low - pad, high + pad
+
+
+def styled(draw: Callable[P, T]) -> Callable[P, T]:
+    """Draw in this style, and leave matplotlib's settings as they were."""
+
+    @wraps(draw)
+    def inner(*args: P.args, **kwargs: P.kwargs) -> T:
+        from matplotlib import rc_context
+
+        with warnings.catch_warnings(), rc_context(STYLE):
+            warnings.filterwarnings("ignore", message="Glyph .* missing from font")  # of a method's name, say
+            return draw(*args, **kwargs)
+
+    return inner
+
+
+class Image(NamedTuple):
+    """A figure as files."""
+
+    svg: str
+    png: bytes
+
+    def inline(self, prefix: str, alt: str) -> str:
+        """The SVG as a part of a page, in the page's colours; ``alt`` is HTML already."""
+        text = self.svg[self.svg.index("<svg") :]
+        text = re.sub(r"<(metadata|style)\b.*?</\1>", "", text, flags=re.DOTALL)
+        text = re.sub(r'\bid="', f'id="{prefix}-', text)
+        text = re.sub(r'(url\(#|href="#)', rf"\g<1>{prefix}-", text)
+        text = text.replace(INK, "currentColor").replace(FRAME, "var(--frame)").replace(PAPER, "none")
+        return re.sub(r"<svg\b", f'<svg role="img" aria-label="{alt}"', text, count=1)
+
+
+@styled
+def render(figure: Figure) -> Image:
+    svg, png = io.StringIO(), io.BytesIO()
+    figure.savefig(svg, format="svg", metadata={"Date": None})
+    figure.set_layout_engine("none")  # everything is in its place now, and to place it takes longest
+    figure.savefig(png, format="png", dpi=160)
+    return Image(svg.getvalue(), png.getvalue())

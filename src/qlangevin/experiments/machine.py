@@ -1,0 +1,42 @@
+"""What computed a result. It changes how long things take, and the last bits of sums; not what the numbers mean."""
+
+from __future__ import annotations
+
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .. import native
+
+__all__ = ["cores", "environment"]
+
+
+def environment() -> dict[str, Any]:
+    """For a result: processor, cores, kernels, threads, version of PyTorch."""
+    kernels = f"native ({native.level()})" if native.available else "PyTorch (native kernels not installed)"
+    threads = torch.get_num_threads()
+    return {
+        "machine": processor(),
+        "cores": cores(),
+        "kernels": kernels,
+        "threads": threads,
+        "torch": torch.__version__,
+    }
+
+
+def cores() -> int:
+    """How many this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def processor() -> str:
+    """The name of the processor, as far as the system tells."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names and names[0] else platform.processor() or platform.machine()

@@ -1,0 +1,142 @@
+"""Many runs at once: methods x formats x seeds, as many side by side as there are cores.
+
+What is done is skipped, what was interrupted goes on, and what fails does not stop the others. Each run is a folder of its own.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import queue
+import signal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+
+from . import classify
+from .methods import METHODS
+from .presets import Experiment, MethodName
+
+__all__ = ["Outcome", "plan", "sweep"]
+
+Progress: TypeAlias = Callable[[str, float], None]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a run; ``error`` says why it has no result."""
+
+    folder: Path
+    error: str | None = None
+
+
+def plan(
+    base: Experiment, methods: Sequence[MethodName], formats: Sequence[str], seeds: Sequence[int]
+) -> list[Experiment]:
+    """The runs: the rows of the paper, or all of these methods in all of these formats; full precision once for each seed."""
+    rows = list(base.rows)
+    if methods or formats:
+        methods, formats = methods or [m for m, _ in rows], formats or [f for _, f in rows if f is not None]
+        rows = [(method, format) for format in formats or [base.default_format] for method in methods]
+    runs = []
+    for seed in seeds:
+        for method, format in rows:
+            config = replace(base, method=method, format=format if METHODS[method].low else None, seed=seed)
+            if config not in runs:
+                runs.append(config)
+    return runs
+
+
+def sweep(
+    configs: Sequence[Experiment],
+    folder: Path,
+    data_dir: Path | None,
+    jobs: int,
+    threads: int,
+    progress: Progress = lambda label, runs: None,
+) -> list[Outcome]:
+    """Do the runs in subfolders of ``folder``, ``jobs`` at a time; ``progress`` is told what share of a run more is done.
+
+    Ctrl-C is passed on to the runs, each of which saves where it is, and raised when they have ended.
+    """
+    context = multiprocessing.get_context("spawn")
+    tasks, news = context.Queue(), context.Queue()
+    folders = [folder / config.run_name for config in configs]
+    outcomes = {i: Outcome(f) for i, f in enumerate(folders) if (f / classify.RESULT).exists()}
+    progress("sweep", len(outcomes))
+    left = [i for i in range(len(configs)) if i not in outcomes]
+    for i in left:
+        tasks.put((i, configs[i], folders[i], data_dir))
+    workers: list[BaseProcess] = [
+        context.Process(target=_work, args=(tasks, news, threads), daemon=True) for _ in range(min(jobs, len(left)))
+    ]
+    for worker in workers:
+        tasks.put(None)
+        worker.start()
+    try:
+        while len(outcomes) < len(configs):
+            try:
+                kind, i, text, share = news.get(timeout=1.0)
+            except queue.Empty:
+                if any(worker.is_alive() for worker in workers):
+                    continue
+                break
+            if kind == "done":
+                outcomes[i] = Outcome(folders[i], text)
+            progress(f"{len(outcomes)}/{len(configs)} {configs[i].run_name}", share)
+    except KeyboardInterrupt:
+        _stop(workers)
+        raise
+    for worker in workers:
+        worker.join()
+    lost = "its process died; run the same command again"
+    return [outcomes.get(i, Outcome(f, lost)) for i, f in enumerate(folders)]
+
+
+def _stop(workers: Sequence[BaseProcess]) -> None:
+    """Interrupt the workers once each, and wait until they have saved where they are."""
+    for worker in workers:
+        if worker.is_alive() and worker.pid is not None:
+            os.kill(worker.pid, signal.SIGINT)
+    for worker in workers:
+        worker.join(60)
+
+
+def _work(tasks: Any, news: Any, threads: int) -> None:
+    """A process that does one run after the other."""
+    os.setpgrp()  # the terminal's Ctrl-C goes to the parent, which passes it on once: a second would not wait
+    torch.set_num_threads(threads)
+    try:
+        while (task := tasks.get()) is not None:
+            i, config, folder, data_dir = task
+            reporter = _Reporter(news, i)
+            try:
+                classify.run(config, folder, data_dir, reporter)
+                error = None
+            except Exception as failure:
+                error = f"{type(failure).__name__}: {failure}"
+            news.put(("done", i, error, 1.0 - reporter.told))
+    except KeyboardInterrupt:
+        return
+
+
+class _Reporter:
+    """Passes progress on to the parent, twice a second; ends the process when there is no parent any more."""
+
+    def __init__(self, news: Any, i: int) -> None:
+        self.news, self.i, self.told, self.pending, self.last = news, i, 0.0, 0.0, time.monotonic()
+
+    def __call__(self, label: str, share: float) -> None:
+        self.pending += share
+        if time.monotonic() - self.last < 0.5:
+            return
+        parent = multiprocessing.parent_process()
+        if parent is not None and not parent.is_alive():
+            raise KeyboardInterrupt
+        self.news.put(("share", self.i, label, self.pending))
+        self.told, self.pending, self.last = self.told + self.pending, 0.0, time.monotonic()
