@@ -19,9 +19,9 @@ def run(
     experiment: str = "digits", method: str = "vc-sgldlp-l", format: str = "bfp8", seed: int = 0, **changes: Any
 ) -> dict[str, Any]:
     """A result; ``changes`` replace its fields."""
-    random = Random(f"{experiment}{method}{format}{seed}")
+    random = Random(ascii((experiment, method, format, seed)))
     base, slope = QUALITY.get(method, (0.3, 0.1))
-    gap = 2.0 ** -int(format.split(".")[1]) if "." in format else 2.0**-6
+    gap = 2.0 ** -int(format.split(".")[1]) if format.startswith("fixed") else 2.0**-6
     nll = base + slope * gap + abs(random.gauss(0, 0.001))
     samples = 1 if method.startswith("sgd") else 20
     steps = [500 + 25 * i for i in range(samples)]

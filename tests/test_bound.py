@@ -40,14 +40,14 @@ def test_rows_keep_what_the_theorems_promise(result: Result) -> None:
 
 
 def test_samples_are_as_far_from_the_target_as_the_exact_law(result: Result) -> None:
-    # In squares W2 is that of the exact law and that of the sampling, about the resolution; beyond twice the latter in
-    # none of 2000 seeds for independent draws.
+    # The two differ by no more than the W2 between a sample and its law, the largest part of which is the error of the
+    # mean: three times the resolution are five standard errors of it, a false alarm in some 10^6 rows.
     assert result.resolution is not None
-    assert result.resolution == pytest.approx(math.sqrt(3.9 / 2000), rel=0.3)
+    assert result.resolution == pytest.approx(math.sqrt(3.34 / 2000), rel=0.3)  # the root mean square of 2000 samples
     for row in result.rows:
         assert (row.sampled is None) == (row.steps is None) == (row.stepsize == 1e-4)  # 45 000 steps are too many
         if row.sampled is not None and row.exact is not None:
-            assert row.exact - 2 * result.resolution < row.sampled < row.exact + 2 * result.resolution
+            assert abs(row.sampled - row.exact) < 3 * result.resolution
 
 
 def test_exact_distances_are_those_of_the_law() -> None:

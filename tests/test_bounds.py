@@ -317,6 +317,8 @@ def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:
 def test_bad_gaps_and_accuracies() -> None:
     with pytest.raises(ValueError, match=r"weight_gap must be above 0, got 0.0"):
         best_stepsize(BY_HAND, 0.0)
+    with pytest.raises(ValueError, match=r"best stepsize is beyond the range of float64; give smaller constants"):
+        best_stepsize(replace(BY_HAND, noise=1e200), 0.25)
     with pytest.raises(ValueError, match=r"accuracy must be above 0, got 0.0"):
         bits_needed(BY_HAND, 0.0)
     with pytest.raises(ValueError, match=r"sgd_rate must be a finite number that is not negative, got -1.0"):

@@ -16,10 +16,10 @@ from official import PIXELS, archive, cifar10, cifar_records, idx, mnist, write
 from torch import Tensor
 
 from qlangevin.experiments import data
-from qlangevin.experiments.augment import augmentation, crop_and_flip, random_box, shifts
 from qlangevin.experiments.data import Name, load, loader
-from qlangevin.experiments.examples import Pictures, Scale
-from qlangevin.experiments.readers import interleaved
+from qlangevin.experiments.sources.augment import augmentation, crop_and_flip, random_box, shifts
+from qlangevin.experiments.sources.examples import Pictures, Scale
+from qlangevin.experiments.sources.readers import interleaved
 from qlangevin.random import Key
 
 pytestmark = [
@@ -182,11 +182,20 @@ def test_a_file_of_cifar_that_is_wrong_is_named(tmp_path: Path, content: bytes, 
 
 def test_an_archive_of_cifar_that_is_wrong_is_named(tmp_path: Path) -> None:
     path = tmp_path / "cifar-10-binary.tar.gz"
-    archive(path, {"x/readme.html": b"", "x/data_batch_1.bin": cifar_records(2)})
+    archive(path, {"x/readme.html": b"", "x/data_batch_1.bin": cifar_records(2)})  # as far as it goes
     whole = path.read_bytes()
     with pytest.raises(ValueError, match=r"cifar-10-binary.tar.gz lacks test_batch.bin; get the binary version from"):
         load("cifar10", tmp_path)
-    for wrong in (whole[:-100], whole[:3], b"<html>" * 1000, gzip.compress(b"no archive" * 1000), b""):
+    flipped = whole[:-8] + bytes(4) + whole[-4:]  # the checksum
+    for wrong in (
+        whole[:-100],
+        whole[:-1],
+        flipped,
+        whole[:3],
+        b"<html>" * 1000,
+        gzip.compress(b"no archive" * 1000),
+        b"",
+    ):
         path.write_bytes(wrong)
         with pytest.raises(
             ValueError, match=f"^{path} is damaged: it cannot be unpacked .*; remove it and get it again"

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from official import mnist
 
-from qlangevin.experiments import fetch
 from qlangevin.experiments.data import load
-from qlangevin.experiments.fetch import LAYOUTS, File, Layout, cache_folder
+from qlangevin.experiments.sources import fetch
+from qlangevin.experiments.sources.fetch import LAYOUTS, File, Layout, cache_folder
 
 NAMES = (
     "train-images-idx3-ubyte.gz",

@@ -10,9 +10,9 @@ from official import imagenet, photo
 from PIL import Image
 from torch import Tensor
 
-from qlangevin.experiments.augment import augmentation
 from qlangevin.experiments.data import load, loader
-from qlangevin.experiments.images import Photos, read_photos
+from qlangevin.experiments.sources.augment import augmentation
+from qlangevin.experiments.sources.images import Photos, read_photos
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:This DataLoader will create"),  # on a machine with one processor

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from official import REVIEWS, archive, write
 
-from qlangevin.experiments import text
 from qlangevin.experiments.data import load
-from qlangevin.experiments.text import Reviews, pad, read_imdb, split
+from qlangevin.experiments.sources import text
+from qlangevin.experiments.sources.text import Reviews, pad, read_imdb, split
 from qlangevin.files import tensor_parts
 
 PACKED = {f"aclImdb/{name}": review.encode() for name, review in REVIEWS.items()}

@@ -22,9 +22,9 @@ noise. If 2α ≤ Δ_W²/4 then a weight has variance 2α, or v_s where that is 
 is at most 4α + v_s. The E[v_s] of all weights together are at most αΔ_W G.
 
 The proof of Theorem 3 also takes e for centred given ψ, which it is only given the step before. The theorem holds all
-the same, and so do Theorems 2 and 3 without bias and rounding. Let the diffusion L_t start in π and share the noise ξ. In
-one step θ - L shrinks by 1 - αm, and V - e is added, where V = ∫ ∇U(L_t) - ∇U(L_0) dt is what discretization costs. Only
-a part sξ of e, with s ≥ 0, is correlated with V, and E⟨V, ξ⟩ ≥ 0: hence e adds no more than its variance.
+the same, and so do Theorems 2 and 3 without bias and rounding. Let the diffusion L_t start in π and share the noise ξ.
+In one step θ - L shrinks by 1 - αm, and V - e is added, where V = ∫ ∇U(L_t) - ∇U(L_0) dt is what discretization costs.
+Only a part sξ of e, with s ≥ 0, is correlated with V, and E⟨V, ξ⟩ ≥ 0: hence e adds no more than its variance.
 """
 
 from __future__ import annotations
@@ -177,12 +177,14 @@ def best_stepsize(constants: Constants, weight_gap: float, gradient_gap: float =
     b = (quantization * quantization * d / 4 + noise * noise) / m
     c = math.sqrt(d / m) / 2 * _positive("weight_gap", weight_gap)  # its root
     alpha = c * math.sqrt(2 / (a * a + 2 * b + a * math.sqrt(a * a + 8 * b)))
+    if not alpha > 0:
+        raise ValueError(f"the best stepsize is beyond the range of float64; give smaller constants than {constants}")
     return min(alpha, constants.largest_stepsize)
 
 
 @dataclass(frozen=True)
 class Bits:
-    """Fractional bits F, gap 2^-F, with which a bound comes down to ``accuracy``; a format has the next whole number."""
+    """Fractional bits F, gap 2^-F, that bring a bound down to ``accuracy``; a format has the next whole number."""
 
     accuracy: float
     sgld: float
@@ -204,9 +206,9 @@ def bits_needed(constants: Constants, accuracy: float, sgd_rate: float | None = 
         SGLD    min(ΨΔ²d/4, MΔ√d/2)/m ≤ accuracy        Theorem 1, its bias
         SGD     rate · Δ ≤ accuracy                     Yang et al. (2019)
 
-    Asymptotically SGLD needs half as many bits as SGD, because Δ is squared. The paper says of SGD only that its error is
-    proportional to Δ. The rate taken by default, M√d/(2m), is that of Theorem 1 for a U of which nothing but m and M is known.
-    This compares two bounds: it does not say that SGD could not be better than its own.
+    Asymptotically SGLD needs half as many bits as SGD, because Δ is squared. The paper says of SGD only that its error
+    is proportional to Δ. The rate taken by default, M√d/(2m), is that of Theorem 1 for a U of which only m and M are
+    known. This compares two bounds: it does not say that SGD could not be better than its own.
     """
     m, d = constants.convexity, constants.dimension
     accuracy = _positive("accuracy", accuracy)
@@ -227,8 +229,8 @@ def _rounding_variance(method: Algorithm, c: Constants, alpha: float, gap: float
         return 5 * most * c.dimension
     if c.gradient is None:
         raise ValueError(
-            f"with stepsize={alpha} and weight_gap={gap}, where 2α is at most Δ²/4, Theorem 3 needs a bound on the gradient; "
-            "give the constants gradient=G"
+            f"with stepsize={alpha} and weight_gap={gap}, where 2α is at most Δ²/4, Theorem 3 needs "
+            "a bound on the gradient; give the constants gradient=G"
         )
     if printed:
         return max(2 * gap * alpha * c.gradient, 4 * alpha * c.dimension)

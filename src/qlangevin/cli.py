@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import io
 import operator
+import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Generic, TypeAlias, TypeVar
@@ -23,9 +26,9 @@ from .experiments import bound, classify, demo, gaussian, presets, report, show
 from .experiments.data import Name
 from .experiments.evaluate import evaluate
 from .experiments.machine import cores
+from .experiments.methods import MethodName
 from .experiments.pictures import check_picture, save
 from .experiments.sweep import plan, sweep
-from .files import DamagedError
 from .progress import progress_bar
 from .version import __version__
 
@@ -109,14 +112,20 @@ class RunOne(Generic[Preset]):
             with progress_bar(1.0, config.run_name, shown=not self.where.json) as advance:
                 result = classify.run(config, folder, self.where.data_dir, advance)
         except KeyboardInterrupt:
-            again = f"to go on: qlangevin run {config.name} --resume {folder}"
-            return fail(f"interrupted; {again}", 130)
+            return fail(f"interrupted; {self._again(config, folder)}", 130)
         if self.where.json:
             show.print_json(result)
         else:
             show.tables(show.scores_table(config.name, [result]))
             show.lines(*show.result_remarks(result), f"run: {folder}")
         return 0
+
+    def _again(self, config: presets.Experiment, folder: Path) -> str:
+        """How to go on."""
+        if not (folder / classify.CONFIG).exists():
+            return "nothing was done yet"
+        given = [] if self.where.data_dir is None else ["--data-dir", str(self.where.data_dir)]
+        return f"to go on: {shlex.join(['qlangevin', 'run', config.name, '--resume', str(folder), *given])}"
 
     def _chosen(self) -> tuple[presets.Experiment, Path]:
         if self.resume is None:
@@ -133,7 +142,7 @@ class RunOne(Generic[Preset]):
 class SweepOne(Generic[Preset]):
     config: Preset
     where: Where
-    methods: tuple[presets.MethodName, ...] = ()
+    methods: tuple[MethodName, ...] = ()
     """Methods, all in each format; by default the rows of the paper's table or figure."""
     formats: tuple[str, ...] = ()
     """Number formats; full precision needs none."""
@@ -144,11 +153,6 @@ class SweepOne(Generic[Preset]):
 
     def execute(self) -> int:
         jobs = cores() if self.jobs is None else whole("jobs", self.jobs, 1)
-        own = type(self.config)()
-        if any(getattr(self.config, name) != getattr(own, name) for name in ("method", "format", "seed")):
-            raise ValueError(
-                "a sweep takes several: --methods, --formats, --seeds instead of --method, --format, --seed"
-            )
         configs = plan(self.config, self.methods, self.formats, self.seeds)
         folder = self.where.out or Path("results", self.config.name)
         threads = max(1, cores() // min(jobs, len(configs)))
@@ -303,22 +307,34 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"qlangevin {__version__}")
         return 0
     try:
-        command: Any = tyro.cli(
-            Command,
-            prog="qlangevin",
-            description="Low-precision stochastic gradient Langevin dynamics. --version prints the version.",
-            args=arguments,
-            config=(tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone, tyro.conf.OmitArgPrefixes),
-        )
-        return command.execute()  # type: ignore[no-any-return]
-    except SystemExit as stop:  # tyro has printed the help or what is wrong
-        return int(stop.code or 0)
-    except (ValueError, FileNotFoundError, FileExistsError, NotADirectoryError, DamagedError) as error:
-        return fail(f"error: {error}", 2)
-    except (OSError, ArithmeticError) as error:
-        return fail(f"error: {error}", 1)
+        command = _parsed(arguments)
+        return 0 if command is None else command.execute()
+    except (ValueError, FileNotFoundError, FileExistsError, NotADirectoryError) as error:
+        return fail(f"error: {show.sentence(error)}", 2)
+    except (OSError, ArithmeticError, RuntimeError, MemoryError) as error:
+        return fail(f"error: {show.sentence(error)}", 1)
     except KeyboardInterrupt:
         return fail("interrupted", 130)
+
+
+def _parsed(arguments: Sequence[str]) -> Any:
+    """The command that was given; None if it was for help, which is printed. What tyro has against it is a ValueError."""
+    names = {argument.partition("=")[0] for argument in arguments}
+    if arguments[:1] == ["sweep"] and names & {"--method", "--format", "--seed"}:
+        raise ValueError("a sweep takes several: --methods, --formats, --seeds instead of --method, --format, --seed")
+    with redirect_stderr(io.StringIO()) as said:
+        try:
+            return tyro.cli(
+                Command,
+                prog="qlangevin",
+                description="Low-precision stochastic gradient Langevin dynamics. --version prints the version.",
+                args=arguments,
+                config=(tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone, tyro.conf.OmitArgPrefixes),
+            )
+        except SystemExit as stop:
+            if stop.code:
+                raise ValueError(show.complaint(said.getvalue())) from None
+            return None
 
 
 def fail(message: str, code: int) -> int:

@@ -4,9 +4,9 @@
     exact      the stationary law of the chain, solved for
     sampled    many chains side by side, as in Figure 1: from the target, with the same burn-in
 
-For this target m = M = 1 and Ψ = 0, and gradients lie on the grid already: Δ_G = 0. It takes two panels: W2 against
-the stepsize in one format, and against the number of fractional bits at one stepsize. As α goes to 0 the distance of naive
-SGLDLP-L grows like α^(-1/4) and its bound like α^(-1/2); with correction neither grows.
+For this target m = M = 1 and Ψ = 0, and gradients lie on the grid already: Δ_G = 0. There are two panels: W2 against
+the stepsize in one format, and against the number of fractional bits at one stepsize. As α goes to 0 the distance of
+naive SGLDLP-L grows like α^(-1/4) and its bound like α^(-1/2); with correction neither grows.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Settings:
     stepsizes: tuple[float, ...] = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0)
     """The stepsizes α of the first panel."""
     format: str = "fixed8.3"
-    """Its number format: fixed point up to 12 bits. What leaves the range is clipped, which the theorems do not foresee."""
+    """Its number format: fixed point up to 12 bits. Weights are clipped to its range, of which the theorems know nothing."""
     frac: tuple[int, ...] = (1, 2, 3, 4, 5, 6)
     """The numbers of fractional bits of the second panel."""
     integer: int = 5
@@ -129,7 +129,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Result:
-    """The rows, and the W2 of as many independent draws from the target as there are chains: sampling resolves little more."""
+    """The rows, and the W2 of as many draws from the target as there are chains, which sampling hardly falls below."""
 
     settings: Settings
     rows: tuple[Row, ...]

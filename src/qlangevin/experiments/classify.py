@@ -42,7 +42,10 @@ from .machine import environment
 from .presets import Experiment, from_json
 from .scoring import score
 
-__all__ = ["CONFIG", "RESULT", "Run", "configuration", "load", "posterior", "prepare", "read_result", "run", "train"]
+__all__ = [
+    *["CONFIG", "RESULT", "Run", "configuration", "finished", "load", "posterior", "prepare", "read_result", "run"],
+    "train",
+]
 
 CONFIG, RESULT, BEGIN = "config.json", "result.json", "begin"
 SECONDS = 20.0  # between checkpoints: so much is computed again after a kill; Ctrl-C loses nothing
@@ -99,14 +102,14 @@ def run(
     if (folder / RESULT).exists():
         return read_result(folder)
     data = load(config, data_dir)
-    begin, rest = None, 1.0
-    if config.beginning is not None:
-        begin, rest = folder / BEGIN, config.length_in_epochs / (config.length_in_epochs + config.epochs)
-        run(config.beginning, begin, data_dir, lambda label, share: progress(label, share * (1 - rest)))
-    parts = prepare(config, data, begin)
+    parts, rest = prepare(config, data), 1.0
     if not begun:  # not before all is known to fit together: else a mistake would occupy the folder
         folder.mkdir(parents=True, exist_ok=True)
         files.write(folder / CONFIG, [json.dumps(config.to_json(), indent=1).encode()])
+    if config.beginning is not None:
+        rest = config.length_in_epochs / (config.length_in_epochs + config.epochs)
+        run(config.beginning, folder / BEGIN, data_dir, lambda label, share: progress(label, share * (1 - rest)))
+        parts = prepare(config, data, folder / BEGIN)
     # Backward takes twice as long as forward; samples are only run forward.
     work = 3 * config.length_in_epochs * len(data.train), parts.schedule.samples * len(data.test)
     steps, examples = (rest * part / sum(work) for part in work)
@@ -143,7 +146,11 @@ def train(parts: Run, folder: Path, progress: Progress) -> float:
                 saved = time.monotonic()
             if interrupted():
                 raise KeyboardInterrupt
-        return before + time.monotonic() - began
+        seconds = before + time.monotonic() - began
+        save_checkpoint(*whole, seconds=seconds)  # what follows may be interrupted, too
+        if interrupted():
+            raise KeyboardInterrupt
+        return seconds
 
 
 @contextmanager
@@ -209,9 +216,14 @@ def _begun(config: Experiment, folder: Path) -> bool:
         if wrong := differences(configuration(folder).to_json(), config.to_json()):
             raise ValueError(f"{folder} holds another run: {', '.join(wrong)}; choose another folder with --out")
         return True
-    if folder.exists() and (not folder.is_dir() or any(path.name != BEGIN for path in folder.iterdir())):
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{folder} is there and holds something else; choose another folder with --out")
     return False
+
+
+def finished(config: Experiment, folder: Path) -> bool:
+    """Whether the folder holds the result of this run. It must not hold anything else."""
+    return _begun(config, folder) and (folder / RESULT).exists()
 
 
 def configuration(folder: Path) -> Experiment:

@@ -15,12 +15,12 @@ from .. import random
 from ..checks import whole
 from ..loader import Loader
 from ..random import Key
-from .augment import augmentation
-from .examples import Examples, Pictures, Scale, Texts, as_it_is
-from .fetch import LAYOUTS, find
-from .images import read_photos
-from .readers import members, read_pair, read_records
-from .text import pad, read_imdb
+from .sources.augment import augmentation
+from .sources.examples import Examples, Pictures, Scale, Texts, as_it_is
+from .sources.fetch import LAYOUTS, find
+from .sources.images import read_photos
+from .sources.readers import members, read_pair, read_records
+from .sources.text import pad, read_imdb
 
 __all__ = ["Data", "Examples", "Name", "load", "loader"]
 

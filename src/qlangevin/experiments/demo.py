@@ -70,6 +70,7 @@ class Demo:
 def run(settings: Settings, progress: Callable[[str, float], None] = lambda label, share: None) -> Demo:
     """Sample, save the runs and the report. Raises RuntimeError if a run fails."""
     figure, share = settings.out / "gaussian.png", settings.work / 3 / settings.gaussian.total_steps
+    classify.load(Digits(), None)  # what is not installed is missed at once
     settings.out.mkdir(parents=True, exist_ok=True)
     first = gaussian.run(settings.gaussian, lambda label, steps: progress(label, steps * share))
     save(figure, lambda path: gaussian.draw(first, path))

@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
-from .. import diagnostics, metrics
+from .. import metrics
 from ..posterior import Posterior
 from ..store import SampleStore
 from . import classify
 from . import data as datasets
 from .data import Examples, Name
 from .presets import Experiment
-from .scoring import score
+from .scoring import convergence, score
 
 __all__ = ["evaluate"]
 
@@ -61,11 +61,10 @@ def _common(configs: Sequence[Experiment], folders: Sequence[Path]) -> Experimen
 def _over_chains(average: Posterior, log_likelihood: list[float]) -> dict[str, Any]:
     """R-hat and effective sample size over several chains, as long as the shortest; of one they are known already."""
     lengths = [len(chain) for chain in average.chains]
-    if len(lengths) < 2 or min(lengths) < diagnostics.MIN_DRAWS:
+    if len(lengths) < 2:
         return {}
     chains = torch.tensor(log_likelihood).split(lengths)
-    r_hat, ess, _ = diagnostics.summarize(torch.stack([chain[-min(lengths) :] for chain in chains])).worst
-    return {"r_hat": r_hat, "ess": ess}
+    return convergence(torch.stack([chain[-min(lengths) :] for chain in chains]))
 
 
 def _against(

@@ -7,10 +7,16 @@ a method with a small c has the cyclical schedule. The last two are those of the
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 from ..ops import Rounding
 
-__all__ = ["METHODS", "Method"]
+__all__ = ["METHODS", "Method", "MethodName"]
+
+MethodName: TypeAlias = Literal[
+    "sgdfp", "sgldfp", "csgldfp", "sgdlp-f", "sgdlp-l", "sgldlp-f", "naive-sgldlp-l", "vc-sgldlp-l", "csgldlp-f",
+    "vc-csgldlp-l", "nearest-sgdlp-l", "nearest-sgldlp-l",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -29,11 +35,11 @@ class Method:
     """How an update gets onto the grid."""
     cyclical: bool = False
     """cSGLD's schedule instead of a single descent."""
-    begins: str = "sgdlp-l"
+    begins: MethodName = "sgdlp-l"
     """SGD in the same precision: what a chain on ImageNet begins with."""
 
 
-METHODS = {
+METHODS: dict[str, Method] = {
     "sgdfp": Method("SGDFP", noise=False, low=False),
     "sgldfp": Method("SGLDFP", low=False, begins="sgdfp"),
     "csgldfp": Method("cSGLDFP", low=False, cyclical=True, begins="sgdfp"),

@@ -17,7 +17,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, ClassVar, Literal, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import nn
@@ -28,15 +28,11 @@ from ..formats import BlockFloat, parse
 from ..random import Key
 from ..schedules import ConstantLR, CyclicalLR, LinearDecayLR, Schedule, StepDecayLR
 from .data import Data, Name
-from .methods import METHODS, Method
+from .methods import METHODS, Method, MethodName
 from .models import MLP, LogisticRegression, LSTMClassifier, ResNet18
 
 __all__ = ["EXPERIMENTS", "Experiment", "from_json"]
 
-MethodName: TypeAlias = Literal[
-    "sgdfp", "sgldfp", "csgldfp", "sgdlp-f", "sgdlp-l", "sgldlp-f", "naive-sgldlp-l", "vc-sgldlp-l", "csgldlp-f",
-    "vc-csgldlp-l", "nearest-sgdlp-l", "nearest-sgldlp-l",
-]  # fmt: skip
 FULL: tuple[MethodName, ...] = ("sgldfp", "sgdfp")
 LOW: tuple[MethodName, ...] = ("naive-sgldlp-l", "vc-sgldlp-l", "sgdlp-l", "sgldlp-f", "sgdlp-f")
 CYCLICAL: tuple[MethodName, ...] = ("vc-csgldlp-l", "csgldlp-f")
@@ -100,8 +96,9 @@ class Experiment(ABC):
         if self.activations not in ("auto", "same", "full"):
             parse(self.activations)
         Key(self.seed)
-        for name in ("epochs", "batch", "samples", "cycles", "cycle_samples"):
-            whole(name, getattr(self, name), 1)
+        for f in fields(self):  # those of one experiment, such as its width, too
+            if f.type == "int" and f.name not in ("seed", "workers"):
+                whole(f.name, getattr(self, f.name), 1)
         for name in ("limit_train", "limit_test"):
             if getattr(self, name) is not None:
                 whole(name, getattr(self, name), 1)
@@ -380,4 +377,7 @@ def from_json(saved: Any) -> Experiment:
     given = {name: value for name, value in saved.items() if name != "experiment"}
     if wrong := sorted(given.keys() ^ known):
         raise ValueError(f"the configuration is of another version of {preset.name}: see {', '.join(wrong)}")
-    return preset(**given)
+    try:
+        return preset(**given)
+    except TypeError as error:  # a list for a name, say
+        raise ValueError(f"this is not a configuration of {preset.name}: {error}") from None

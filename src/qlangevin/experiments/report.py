@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .. import files
-from .document import Block, Document, Given, Picture, Text
-from .markdown import markdown
-from .page import KINDS, page
-from .results import Result, checked, load, unique
-from .sections import document
+from .reporting.document import Block, Document, Given, Picture, Text
+from .reporting.markdown import markdown
+from .reporting.page import KINDS, page
+from .reporting.results import Result, checked, load, unique
+from .reporting.sections import document
 
 __all__ = ["Lead", "load", "write"]
 
@@ -67,6 +67,6 @@ def _contents(made: Document, results: Sequence[Result]) -> dict[str, bytes]:
         elif isinstance(block, Given):
             contents[f"figures/lead.{block.suffix}"] = block.content
     contents["runs.json"] = json.dumps({"runs": list(results)}, indent=1, allow_nan=False).encode()
-    contents["report.md"] = markdown(made).encode("utf-8", "replace")
-    contents["index.html"] = page(made).encode("utf-8", "replace")
+    contents["report.md"] = markdown(made).encode()
+    contents["index.html"] = page(made).encode()
     return contents

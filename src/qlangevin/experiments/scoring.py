@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor
 from .. import diagnostics, metrics
 from ..posterior import Posterior
 
-__all__ = ["score"]
+__all__ = ["convergence", "score"]
 
 Batch = tuple[Tensor, Tensor]
 
@@ -39,7 +40,7 @@ def score(posterior: Posterior, batches: Iterable[Batch], progress: Callable[[st
         "single": _figures(single, top5[1]),
         "reliability": _bins(average.reliability()),
         "trace": {"steps": [s.step for s in posterior.members], "log_likelihood": log_likelihood, "error": error},
-        **_convergence(log_likelihood),
+        **convergence(torch.tensor(log_likelihood)[None]),
     }
 
 
@@ -62,10 +63,11 @@ def _bins(bins: metrics.Reliability) -> dict[str, list[float | None]]:
     return {"edges": bins.edges.tolist(), "counts": bins.count.tolist(), **means}
 
 
-def _convergence(log_likelihood: list[float]) -> dict[str, float | None]:
-    """R-hat of the two halves of the chain, and the effective number of samples, of the test log-likelihood."""
-    if len(log_likelihood) < diagnostics.MIN_DRAWS:
+def convergence(log_likelihood: Tensor) -> dict[str, float | None]:
+    """R-hat and the effective number of samples of chains (chain, draw), or of the halves of one; None if too short."""
+    chains, draws = log_likelihood.shape
+    if draws < (diagnostics.MIN_DRAWS if chains > 1 else 2 * diagnostics.MIN_DRAWS):
         return {"r_hat": None, "ess": None}
-    r_hat, ess, _ = diagnostics.summarize(torch.tensor(log_likelihood)[None]).worst
-    known = r_hat == r_hat and r_hat != float("inf")
+    r_hat, ess, _ = diagnostics.summarize(log_likelihood).worst
+    known = math.isfinite(r_hat)
     return {"r_hat": r_hat if known else None, "ess": ess if known else None}

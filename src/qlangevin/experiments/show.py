@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
+import re
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -35,6 +37,26 @@ def as_json(name: str, settings: Any, rows: Iterable[dict[str, Any]], **more: An
     options.pop("json", None)
     about = {"experiment": name, "version": __version__, "settings": options, "environment": environment()}
     return {**about, **more, "rows": list(rows)}
+
+
+def complaint(box: str) -> str:
+    """What tyro has against a command line, in one sentence: the first part of its box, and what it would take instead."""
+    rows = [re.sub(r"\x1b\[[\d;]*m", "", row).strip("│ ") for row in box.splitlines()]
+    parts = [list(part) for rule, part in itertools.groupby(rows[1:], lambda row: set(row) <= set("─-╰╯")) if not rule]
+    said = re.sub(r"^Error parsing (?:(?!-)\S+ )?|\.$", "", " ".join(parts[0] if parts else rows))
+    near = [row.split()[0] for part in parts if re.match("Perhaps|Arguments similar", part[0]) for row in part[1:]]
+    options = list(dict.fromkeys(word for word in near if word.startswith("--")))
+    instead = [f"perhaps you meant {' or '.join(options)}"] if options else []
+    instead += [" ".join(part) for part in parts[1:] if part[0].startswith("Available")]
+    return "; ".join(text[:1].lower() + text[1:] for text in (said, *instead))
+
+
+def sentence(error: BaseException) -> str:
+    """What is wrong, in a line."""
+    if isinstance(error, OSError) and error.strerror:
+        where = f"{error.filename}: " if error.filename else ""
+        return f"{where}{error.strerror}"
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 def console() -> Console:
@@ -98,8 +120,9 @@ def gaussian_remarks(settings: gaussian.Settings, result: gaussian.Result) -> li
     return text
 
 
-def machine() -> str:
-    return ", ".join(f"{name} {value}" for name, value in environment().items())
+def machine(about: dict[str, Any] | None = None) -> str:
+    """What computes here, or what computed a result."""
+    return ", ".join(f"{name} {value}" for name, value in (about or environment()).items())
 
 
 def scores_table(title: str, results: Iterable[dict[str, Any]]) -> Table:
@@ -168,7 +191,8 @@ def result_remarks(result: dict[str, Any]) -> list[str]:
     single = result["single"]
     text = [f"the last sample alone: error {single['error']:.2%}, NLL {single['nll']:.4f}, ECE {single['ece']:.2%}"]
     notes = [*filter(None, [result["data"]["note"]]), *result["scaled"]]
-    return [*text, *([f"scaled down or changed: {'; '.join(notes)}"] if notes else []), machine()]
+    changed = [f"scaled down or changed: {'; '.join(notes)}"] if notes else []
+    return [*text, *changed, machine(result["environment"])]
 
 
 def means_table(title: str, results: Sequence[dict[str, Any]]) -> Table:

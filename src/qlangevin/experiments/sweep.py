@@ -10,7 +10,7 @@ import os
 import queue
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -19,8 +19,8 @@ from typing import Any, TypeAlias
 import torch
 
 from . import classify
-from .methods import METHODS
-from .presets import Experiment, MethodName
+from .methods import METHODS, MethodName
+from .presets import Experiment
 
 __all__ = ["Outcome", "plan", "sweep"]
 
@@ -39,6 +39,8 @@ def plan(
     base: Experiment, methods: Sequence[MethodName], formats: Sequence[str], seeds: Sequence[int]
 ) -> list[Experiment]:
     """The runs: the rows of the paper, or all of these methods in all of these formats; full precision once for each seed."""
+    if not seeds:
+        raise ValueError("a sweep needs at least one seed")
     rows = list(base.rows)
     if methods or formats:
         methods, formats = methods or [m for m, _ in rows], formats or [f for _, f in rows if f is not None]
@@ -62,49 +64,65 @@ def sweep(
 ) -> list[Outcome]:
     """Do the runs in subfolders of ``folder``, ``jobs`` at a time; ``progress`` is told what share of a run more is done.
 
-    Ctrl-C is passed on to the runs, each of which saves where it is, and raised when they have ended.
+    A folder that holds another run, or no data, is an error before the first of them. Ctrl-C is passed on to the runs, each
+    of which saves where it is, and raised when they have ended.
     """
+    folders = [folder / config.run_name for config in configs]
+    pairs = list(zip(configs, folders, strict=True))
+    outcomes = {i: Outcome(f) for i, (config, f) in enumerate(pairs) if classify.finished(config, f)}
+    left = [(i, config, f, data_dir) for i, (config, f) in enumerate(pairs) if i not in outcomes]
+    if left:
+        classify.load(left[0][1], data_dir)  # what all of them need: to be missed, or downloaded, once
+    progress("sweep", len(outcomes))
     context = multiprocessing.get_context("spawn")
     tasks, news = context.Queue(), context.Queue()
-    folders = [folder / config.run_name for config in configs]
-    outcomes = {i: Outcome(f) for i, f in enumerate(folders) if (f / classify.RESULT).exists()}
-    progress("sweep", len(outcomes))
-    left = [i for i in range(len(configs)) if i not in outcomes]
-    for i in left:
-        tasks.put((i, configs[i], folders[i], data_dir))
-    workers: list[BaseProcess] = [
-        context.Process(target=_work, args=(tasks, news, threads), daemon=True) for _ in range(min(jobs, len(left)))
-    ]
-    for worker in workers:
-        tasks.put(None)
-        worker.start()
+    workers = [context.Process(target=_work, args=(tasks, news, threads)) for _ in range(min(jobs, len(left)))]
+    for task in (*left, *(None for _ in workers)):
+        tasks.put(task)
+    tasks.cancel_join_thread()  # after Ctrl-C nobody takes the rest
     try:
-        while len(outcomes) < len(configs):
-            try:
-                kind, i, text, share = news.get(timeout=1.0)
-            except queue.Empty:
-                if any(worker.is_alive() for worker in workers):
-                    continue
-                break
+        _start(workers)
+        for kind, i, text, share in _heard(news, workers):
             if kind == "done":
                 outcomes[i] = Outcome(folders[i], text)
             progress(f"{len(outcomes)}/{len(configs)} {configs[i].run_name}", share)
-    except KeyboardInterrupt:
+    except BaseException:
         _stop(workers)
         raise
-    for worker in workers:
-        worker.join()
     lost = "its process died; run the same command again"
-    return [outcomes.get(i, Outcome(f, lost)) for i, f in enumerate(folders)]
+    return [outcomes.get(i) or Outcome(f, None if classify.finished(c, f) else lost) for i, (c, f) in enumerate(pairs)]
+
+
+def _start(workers: Sequence[BaseProcess]) -> None:
+    """Ctrl-C is held back from a worker until it is ready: to import PyTorch takes it seconds."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        for worker in workers:
+            worker.start()
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+
+def _heard(news: Any, workers: Sequence[BaseProcess]) -> Iterator[Any]:
+    """What the workers tell until all of them have ended."""
+    while True:
+        alive = any(worker.is_alive() for worker in workers)  # asked before: what is told last is heard
+        try:
+            yield news.get(timeout=0.2)
+        except queue.Empty:
+            if not alive:
+                return
 
 
 def _stop(workers: Sequence[BaseProcess]) -> None:
     """Interrupt the workers once each, and wait until they have saved where they are."""
-    for worker in workers:
-        if worker.is_alive() and worker.pid is not None:
-            os.kill(worker.pid, signal.SIGINT)
-    for worker in workers:
+    begun = [worker for worker in workers if worker.pid is not None]
+    for worker in begun:
+        if worker.is_alive():
+            os.kill(worker.pid or 0, signal.SIGINT)
+    for worker in begun:
         worker.join(60)
+        worker.kill()
 
 
 def _work(tasks: Any, news: Any, threads: int) -> None:
@@ -112,6 +130,7 @@ def _work(tasks: Any, news: Any, threads: int) -> None:
     os.setpgrp()  # the terminal's Ctrl-C goes to the parent, which passes it on once: a second would not wait
     torch.set_num_threads(threads)
     try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         while (task := tasks.get()) is not None:
             i, config, folder, data_dir = task
             reporter = _Reporter(news, i)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
-from .methods import METHODS
+from ..methods import METHODS
 from .paper import FAMILIES, ROWS, TITLES
 from .results import INCIDENTAL, Result
 

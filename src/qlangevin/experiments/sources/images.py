@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..progress import progress_bar
-from ..random import Key
+from ...progress import progress_bar
+from ...random import Key
 from .augment import centre, random_box
 from .examples import Batch, Examples, Scale
 from .readers import interleaved

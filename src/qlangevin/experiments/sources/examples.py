@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from ..random import Key
+from ...random import Key
 from .augment import crop_and_flip, shifts
 
 __all__ = ["Batch", "Examples", "Pictures", "Scale", "Texts", "as_it_is"]

@@ -20,7 +20,9 @@ __all__ = ["Row", "curves", "dots", "reliability", "rows", "trace"]
 
 WIDTH = 5.4  # inches: fonts stay legible on a telephone
 COLUMNS = 3
-NEAR = 1.3  # times the best: what is enlarged if the rest would flatten it
+WIDE = 1.5  # times the best: beyond it the best are shown once more, enlarged
+LOGARITHMIC = 5  # times the best: beyond it the axis of all points is logarithmic
+NEAR = 1.3  # times the best: the most that is enlarged
 
 
 def _figure(height: float) -> Figure:
@@ -37,7 +39,7 @@ def _error(e: Estimate, scale: float = 1.0) -> float:
 def curves(cells: Cells, name: str) -> Figure:
     """A score against fractional bits, a line for each method; full precision as horizontal lines.
 
-    If the scores are of different size, once on a logarithmic axis and once enlarged near the best.
+    If the scores are of different size, once all of them and once enlarged near the best.
     """
     widths, scale = sweep(cells), 100 if SCORES[name].percent else 1
     lines = {
@@ -45,7 +47,7 @@ def curves(cells: Cells, name: str) -> Figure:
     }
     flat = {m: e.mean * scale for m in dict.fromkeys(m for m, _ in cells) if (e := scores(cells, m, name).get("fp32"))}
     values = [y for line in lines.values() for _, y, _ in line] + list(flat.values())
-    wide = max(values) > 2 * NEAR * min(values)
+    wide = max(values) > WIDE * min(values)
     figure = _figure(5.8 if wide else 3.6)
     axes = figure.subplots(2 if wide else 1, 1, sharex=True, squeeze=False)[:, 0]
     for ax in axes:
@@ -83,12 +85,10 @@ def _lines(ax: Axes, lines: Mapping[str, list[tuple[int, float, float]]], flat: 
 
 def _enlarge(whole: Axes, near: Axes, values: list[float], lines: Mapping[str, list[tuple[int, float, float]]]) -> None:
     """The upper axis holds everything, the lower only what is near the best; a triangle is a point above its frame."""
-    if min(values) > 0:
-        whole.set_yscale("log")
+    if max(values) > LOGARITHMIC * min(values) > 0:
+        whole.set_yscale("log", subs=(2, 5))
         whole.yaxis.set_major_formatter(lambda y, _: f"{y:g}")
-        whole.yaxis.set_minor_formatter(
-            lambda y, _: f"{y:g}" if f"{y:e}"[0] in "25" and max(values) < 100 * min(values) else ""
-        )
+        whole.yaxis.set_minor_formatter(lambda y, _: f"{y:g}")
     whole.set_title("all points")
     best, high = min(values), window(values)[1]
     high = min(high, NEAR * best) if best > 0 else high
@@ -205,7 +205,7 @@ def reliability(cells: Cells) -> Figure:
         for points in _pooled(runs):
             x, y, share = zip(*points, strict=True)
             ax.plot(x, y, color=colour, linewidth=1.1, alpha=0.6)
-            ax.scatter(x, y, [8 + 110 * s for s in share], color=colour, alpha=0.85, linewidths=0, zorder=3)
+            ax.scatter(x, y, [8 + 90 * s for s in share], color=colour, linewidths=0, clip_on=False, zorder=3)
         ece = score(runs, "ece")
         ax.set_title(f"{_name(cell, cells)}\nECE {SCORES['ece'].bare(ece)} %" if ece else _name(cell, cells))
         ax.set(xlim=(0, 1.02), ylim=(0, 1.02), xticks=(0, 0.5, 1), yticks=(0, 0.5, 1), aspect="equal")

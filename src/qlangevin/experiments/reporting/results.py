@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from ..files import parse_json, read
+from ...files import parse_json, read
 
 __all__ = ["RESULT", "Result", "checked", "load", "unique"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from .document import Block, Code, Document, Given, Heading, Note, Picture, Table, Text
+from .document import Block, Code, Document, Given, Heading, Note, Picture, Table, Text, printable
 
 __all__ = ["markdown"]
 
@@ -19,7 +19,7 @@ def markdown(document: Document, folder: str = "figures") -> str:
 
 def plain(text: str) -> str:
     """A text in one line, of which nothing is markup."""
-    return re.sub(r"([\\`*_\[\]<>|#~&$!])", r"\\\1", " ".join(text.split()))
+    return re.sub(r"([\\`*_\[\]<>|#~&$!])", r"\\\1", " ".join(printable(text).split()))
 
 
 def _block(block: Block, folder: str) -> str:
@@ -28,7 +28,7 @@ def _block(block: Block, folder: str) -> str:
     if isinstance(block, Note):
         return f"> {plain(block.text)}"
     if isinstance(block, Code):
-        return "\n".join(f"    {' '.join(line.split())}" for line in block.lines)
+        return "\n".join(f"    {' '.join(printable(line).split())}" for line in block.lines)
     if isinstance(block, Picture):
         return f"![{plain(block.alt)}]({folder}/{block.name}.svg)\n\n{plain(block.caption)}"
     if isinstance(block, Given):
@@ -40,4 +40,4 @@ def _table(table: Table) -> str:
     rows = [(f"**{plain(row.text)}**",) if isinstance(row, Heading) else tuple(map(plain, row)) for row in table.rows]
     width = len(table.head)
     lines = [tuple(map(plain, table.head)), ("---",) * width, *((*row, *("",) * (width - len(row))) for row in rows)]
-    return "\n".join([f"{plain(table.title)}:", "", *(f"| {' | '.join(line)} |" for line in lines)])
+    return "\n".join([f"**{plain(table.title)}**", "", *(f"| {' | '.join(line)} |" for line in lines)])

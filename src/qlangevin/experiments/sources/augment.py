@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..random import Key, uniform, words
+from ...random import Key, uniform, words
 
 __all__ = ["Box", "augmentation", "centre", "crop_and_flip", "random_box", "shifts"]
 

@@ -50,14 +50,17 @@ NAMES = (
 )
 CALIBRATION = (
     "A point is a bin of predictions of like confidence, its area their share. On the dotted line those that are 80 % sure are "
-    "right in 80 % of the cases; below it they are overconfident. Look at the large points: a small one far from the line is "
-    "few predictions. The ECE is the mean distance to the line."
+    "right in 80 % of the cases; below it they are too sure, above it not sure enough. Look at the large points: a small one "
+    "far from the line is few predictions. The ECE is the mean distance to the line."
 )
 CHAINS = (
     "The mean log-likelihood of the test set under each stored sample alone, a line for each seed. A chain that has arrived "
     "wanders around one level; a slope means that it was still on its way. R-hat near 1 says the same in a number (the worst "
-    "of the seeds); ESS is how many independent samples the chain is worth, by its slowest part. Panels share a scale unless "
-    "they say otherwise."
+    "of the seeds); ESS is how many independent samples the chain is worth. Panels share a scale unless they say otherwise."
+)
+BESIDE = (
+    "Each column is one of our experiments, and beside it what the paper printed. A dash is a row of the paper for which there "
+    "is no run here, or no number there."
 )
 
 
@@ -69,19 +72,13 @@ def document(results: Sequence[Result], heading: str, lead: Sequence[Block] = ()
         if shared := {name: experiments[name] for name in names if name in experiments}:
             blocks = [paper_table(shared, *table) for table in tables]
             remarks = [note for name in shared for note in _remarks(shared[name], name)]
-            sections.append(Section(section, (*remarks, Text(BESIDE), *blocks)))
+            sections.append(Section(section, (Text(BESIDE), *remarks, *blocks)))
     for name, cells in experiments.items():
         of = [claim for claim in found if claim.experiment == name]
         sections.append(Section(title(name), tuple(_experiment(name, cells, of))))
     sections.append(Section("How these numbers came about", tuple(_origin(results, experiments))))
     opening = (*lead, Text(_glance(results, experiments, found)), Text(NAMES))
     return Document(heading, opening, tuple(sections))
-
-
-BESIDE = (
-    "Each column is one of our experiments, and beside it what the paper printed. A dash is a row of the paper for which there "
-    "is no run here, or no number there."
-)
 
 
 def _glance(results: Sequence[Result], experiments: Mapping[str, Cells], found: Sequence[Claim]) -> str:
@@ -91,7 +88,7 @@ def _glance(results: Sequence[Result], experiments: Mapping[str, Cells], found: 
     if found:
         each = {v: sum(claim.verdict == v for claim in found) for v in ("holds", "does not hold", "undecided")}
         text += (
-            f" Of {_count(len(found), 'claim')} of the paper that these runs can speak to, {each['holds']} hold here, "
+            f" Of {_count(len(found), 'claim')} that the paper makes, or would make of these data, {each['holds']} hold here, "
             f"{each['does not hold']} do not, {each['undecided']} are undecided."
         )
     return text
@@ -110,7 +107,8 @@ def _remarks(cells: Cells, experiment: str) -> Iterator[Note]:
             counts[line] = counts.get(line, 0) + 1
     lines = [line if n == len(runs) else f"{line} (in {n} of {len(runs)} runs)" for line, n in counts.items()]
     if lines:
-        yield Note(f"{title(experiment)} is not run as in the paper: {'; '.join(lines)}.")
+        usual = "with its usual settings" if experiment == "digits" else "as in the paper"
+        yield Note(f"{title(experiment)} is not run {usual}: {'; '.join(lines)}.")
     if odd := mixtures(cells):
         yield Note(f"{title(experiment)}: {'; '.join(odd)}. Report them apart for numbers that mean something.")
 
@@ -181,13 +179,15 @@ def _widths(experiment: str, cells: Cells) -> Iterator[Block]:
 
 def _dots(experiment: str, shown: Cells) -> Picture:
     names = ("nll", "error", "ece")
+    full = "; the dotted line is SGLD in full precision: look at which methods stay near it with fewer bits"
+    full = full if next(iter(shown)) == ("sgldfp", "fp32") else ""
     return Picture(
         _slug(experiment, "scores"),
         render(figures.dots(figures.rows(shown, names), [SCORES[name] for name in names])),
         f"{title(experiment)}: NLL, error and ECE of {_methods(shown)} side by side",
-        "Left is better; the dotted line is SGLD in full precision: look at which methods stay near it with fewer bits. A filled "
-        "point is the average over all samples, a ring the last sample alone: the way from ring to point is what averaging "
-        "brings. Bars are standard errors over seeds; a triangle at the right edge, with its number, is outside the frame.",
+        f"Left is better{full}. A filled point is the average over all samples, a ring the last sample alone: the way from ring "
+        "to point is what averaging brings. Bars are standard errors over seeds; a triangle at the right edge, with its number, "
+        "is outside the frame.",
     )
 
 
@@ -213,7 +213,7 @@ def _cost_picture(experiment: str, shown: Cells) -> Picture:
         _slug(experiment, "costs"),
         render(figures.dots(rows, COSTS, zero=True)),
         f"{title(experiment)}: bytes a weight while training and on disk, and milliseconds a step, of {_methods(shown)}",
-        "What it costs. Training counts the weights and what the sampler keeps beside them; stored is a sample on disk. Times "
+        "What it costs. Training counts the weights and what the sampler keeps beside them; on disk is a stored sample. Times "
         "are of the machine named below, with whatever else it was doing: compare, and do not quote.",
     )
 
@@ -222,9 +222,10 @@ def _origin(results: Sequence[Result], experiments: Mapping[str, Cells]) -> Iter
     spent = sum(run["seconds"]["train"] + run["seconds"]["evaluate"] for run in results)
     seeds = sorted({run["settings"]["seed"] for run in results})
     yield Text(
-        f"{_count(len(results), 'run')} with the seeds {', '.join(map(str, seeds))} took {duration(spent)} of computing in all "
-        f"({spent / 3600:.2f} hours). Everything on this page is made from these runs' saved results, which are in runs.json "
-        "beside it. ± is the standard error over seeds; a number without it is of a single seed."
+        f"{_count(len(results), 'run')} with {'seed' if len(seeds) == 1 else 'seeds'} {', '.join(map(str, seeds))} took "
+        f"{duration(spent)} of computing in all ({spent / 3600:.2g} hours). Everything on this page is made from these runs' "
+        "saved results, which are in runs.json beside it. ± is the standard error over seeds; a number without it is of a "
+        "single seed."
     )
     yield machines(results)
     yield runs_table(experiments)

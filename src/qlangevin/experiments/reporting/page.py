@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import base64
+import re
 from html import escape
 
-from .document import Block, Code, Document, Given, Heading, Note, Picture, Section, Table, Text
+from .document import Block, Code, Document, Given, Heading, Note, Picture, Section, Table, Text, printable
 
 __all__ = ["page"]
 
@@ -58,7 +59,8 @@ summary { cursor: pointer; margin: 1rem 0; }
   :root { color-scheme: light; --ink: #000000; --soft: #444444; --paper: #ffffff; --frame: #8a9098; --rule: #cccccc;
     --shade: #f4f4f4; --good: #0b6b4b; --bad: #a83a00; --note: #fff6e0; }
   @page { margin: 16mm; }
-  body { max-width: none; padding: 0; font-size: 10pt; }
+  html { font-size: 9.5pt; }
+  body { max-width: none; padding: 0; }
   nav { display: none; }
   figure, tr, .note { break-inside: avoid; }
   h2, h2 + p, h2 + p + .note, .title, tr.heading { break-after: avoid; }
@@ -78,9 +80,9 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri
 
 def page(document: Document) -> str:
     """The whole page."""
-    body = [f"<h1>{escape(document.title)}</h1>", *_blocks(document.opening, "opening")]
+    body = [f"<h1>{_text(document.title)}</h1>", *_blocks(document.opening, "opening")]
     if len(document.sections) > 1:
-        links = "".join(f'<li><a href="#s{i}">{escape(s.title)}</a></li>' for i, s in enumerate(document.sections))
+        links = "".join(f'<li><a href="#s{i}">{_text(s.title)}</a></li>' for i, s in enumerate(document.sections))
         body.append(f"<nav><ul>{links}</ul></nav>")
     body += [line for i, section in enumerate(document.sections) for line in _section(section, f"s{i}")]
     return f"""<!DOCTYPE html>
@@ -89,7 +91,7 @@ def page(document: Document) -> str:
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta http-equiv="Content-Security-Policy" content="{POLICY}">
-<title>{escape(document.title)}</title>
+<title>{_text(document.title)}</title>
 <style>{STYLE}</style>
 </head>
 <body>
@@ -99,8 +101,13 @@ def page(document: Document) -> str:
 """
 
 
+def _text(text: str) -> str:
+    """A text in which nothing is markup or control, and no number is parted from its error or its unit."""
+    return re.sub(r" (?=[±%])|(?<=±) ", "\u00a0", escape(printable(text)))
+
+
 def _section(section: Section, name: str) -> list[str]:
-    return [f'<section id="{name}">', f"<h2>{escape(section.title)}</h2>", *_blocks(section.blocks, name), "</section>"]
+    return [f'<section id="{name}">', f"<h2>{_text(section.title)}</h2>", *_blocks(section.blocks, name), "</section>"]
 
 
 def _blocks(blocks: tuple[Block, ...], name: str) -> list[str]:
@@ -109,33 +116,33 @@ def _blocks(blocks: tuple[Block, ...], name: str) -> list[str]:
 
 def _block(block: Block, name: str) -> str:
     if isinstance(block, Text):
-        return f"<p>{escape(block.text)}</p>"
+        return f"<p>{_text(block.text)}</p>"
     if isinstance(block, Note):
-        return f'<p class="note">{escape(block.text)}</p>'
+        return f'<p class="note">{_text(block.text)}</p>'
     if isinstance(block, Code):
-        code = f"<pre>{escape(chr(10).join(block.lines))}</pre>"
+        code = f"<pre>{_text(chr(10).join(block.lines))}</pre>"
         return _folded("Commands", code) if len(block.lines) > FOLD else code
     if isinstance(block, Picture):
-        return _figure(block.image.inline(name, escape(block.alt)), block.caption)
+        return _figure(block.image.inline(name, _text(block.alt)), block.caption)
     if isinstance(block, Given):
         data = base64.b64encode(block.content).decode()
-        image = f'<img src="data:{KINDS[block.suffix]};base64,{data}" alt="{escape(block.alt)}">'
+        image = f'<img src="data:{KINDS[block.suffix]};base64,{data}" alt="{_text(block.alt)}">'
         return _figure(image, block.caption)
     return _folded(block.title, _table(block)) if block.folded else _table(block)
 
 
 def _figure(image: str, caption: str) -> str:
-    return f"<figure>{image}<figcaption>{escape(caption)}</figcaption></figure>"
+    return f"<figure>{image}<figcaption>{_text(caption)}</figcaption></figure>"
 
 
 def _folded(title: str, content: str) -> str:
-    return f"<details><summary>{escape(title)}</summary>{content}</details>"
+    return f"<details><summary>{_text(title)}</summary>{content}</details>"
 
 
 def _table(table: Table) -> str:
-    head = "".join(f'<th scope="col"{_kind(text)}>{escape(text)}</th>' for text in table.head)
+    head = "".join(f'<th scope="col"{_kind(text)}>{_text(text)}</th>' for text in table.head)
     rows = "\n".join(_row(row, table.head) for row in table.rows)
-    kind, name = "wide wordy" if table.wordy else "wide", escape(table.title)
+    kind, name = "wide wordy" if table.wordy else "wide", _text(table.title)
     title = "" if table.folded else f'<p class="title">{name}</p>'  # what it is folded under is its title already
     return (
         f'{title}<div class="{kind}" tabindex="0" role="region" aria-label="{name}">'
@@ -145,11 +152,11 @@ def _table(table: Table) -> str:
 
 def _row(row: tuple[str, ...] | Heading, head: tuple[str, ...]) -> str:
     if isinstance(row, Heading):
-        return f'<tr class="heading"><th scope="colgroup" colspan="{len(head)}">{escape(row.text)}</th></tr>'
+        return f'<tr class="heading"><th scope="colgroup" colspan="{len(head)}">{_text(row.text)}</th></tr>'
     cells = "".join(
-        f"<td{_kind(text) or _kind(column)}>{escape(text)}</td>" for text, column in zip(row[1:], head[1:], strict=True)
+        f"<td{_kind(text) or _kind(column)}>{_text(text)}</td>" for text, column in zip(row[1:], head[1:], strict=True)
     )
-    return f'<tr><th scope="row">{escape(row[0])}</th>{cells}</tr>'
+    return f'<tr><th scope="row">{_text(row[0])}</th>{cells}</tr>'
 
 
 def _kind(text: str) -> str:

@@ -135,7 +135,7 @@ def _over_widths(pairs: dict[int, tuple[Estimate, Estimate]], verdicts: dict[int
     wrong = [str(bits) for bits, v in verdicts.items() if v == "does not hold"]
     text = f"lower at {lower_at} of {len(pairs)} widths, by more than two standard errors at {clear}"
     text += f"; higher by as much with {', '.join(wrong)} bits" if wrong else ""
-    return f"{text}; least with {bits} bits: {worst}"
+    return f"{text}; at worst, with {bits} bits: {worst}"
 
 
 def _quality(cells: Cells, widths: dict[int, str], method: str, full: str) -> tuple[dict[int, bool], str]:

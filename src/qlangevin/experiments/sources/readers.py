@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..progress import progress_bar
+from ...progress import progress_bar
 
 __all__ = ["interleaved", "members", "read_archive", "read_idx", "read_pair", "read_records"]
 
@@ -96,6 +96,8 @@ def read_archive(path: Path, wanted: Callable[[str], Any], progress: bool = True
                 yield member.name, file.read()
             advance(label, packed.tell() - done)
             done = packed.tell()
+        while unpacked.read(1 << 20):  # to the end, where the checksum is
+            pass
 
 
 @contextmanager

@@ -19,9 +19,9 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from ..files import DamagedError, library, opened, tensor_parts, write
-from ..hashing import sha256
-from ..progress import progress_bar
+from ...files import DamagedError, library, opened, remove_leftovers, tensor_parts, write
+from ...hashing import sha256
+from ...progress import progress_bar
 from .fetch import cache_folder
 from .readers import interleaved, read_archive
 
@@ -184,6 +184,7 @@ def _keep(path: Path, train: Reviews, test: Reviews) -> None:
     tensors = dict(zip(NAMES, (*train, *test), strict=True))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        remove_leftovers(path.parent)
         write(path, tensor_parts(tensors, {"sha256": _digest(tensors)}))
     except OSError as error:
         warnings.warn(f"the words of IMDB could not be kept for next time in {path}: {error}", stacklevel=2)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
 
+from ..methods import METHODS
 from .claims import Claim
 from .document import Heading, Table
-from .methods import METHODS
 from .paper import FAMILIES, PAPER, ROWS
 from .results import Result
 from .summary import SCORES, Cells, Estimate, Score, estimate, family, method_name, score, scores, sweep, title
@@ -93,7 +93,7 @@ def _methods(experiments: Mapping[str, Cells], kind: str) -> list[str]:
 
 def scores_table(cells: Cells) -> Table:
     """All scores of one experiment, a row for each method and format."""
-    names = [name for name in ("nll", "error", "ece", "brier", "top5") if any(score(r, name) for r in cells.values())]
+    names = [name for name in ("nll", "error", "ece", "brier") if any(score(r, name) for r in cells.values())]
     rows: list[tuple[str, ...] | Heading] = []
     last = None
     for (method, format), runs in cells.items():

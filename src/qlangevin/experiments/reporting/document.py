@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from .looks import Image
 
-__all__ = ["Block", "Code", "Document", "Given", "Heading", "Note", "Picture", "Section", "Table", "Text"]
+__all__ = ["Block", "Code", "Document", "Given", "Heading", "Note", "Picture", "Section", "Table", "Text", "printable"]
+
+
+def printable(text: str) -> str:
+    """Without characters that control something or are none."""
+    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f\ud800-\udfff]", "\ufffd", text)
 
 
 @dataclass(frozen=True)

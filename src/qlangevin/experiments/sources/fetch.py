@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from threading import get_ident
 
-from ..files import remove_leftovers
-from ..progress import progress_bar
+from ...files import remove_leftovers
+from ...progress import progress_bar
 
 __all__ = ["LAYOUTS", "File", "Layout", "cache_folder", "find"]
 
