@@ -67,9 +67,7 @@ class Run:
 def prepare(config: Experiment, data: Data, begin: Path | None = None) -> Run:
     """All that a run consists of, before its first step. The last sample of the store ``begin`` are the first weights."""
     how, low = config.how, config.low
-    with torch.random.fork_rng():
-        torch.manual_seed(config.seed)
-        model = config.model(data)
+    model = _model(config, data)
     if begin is not None:
         SampleStore.open(begin)[-1].load_into(model)
     lower(model, config.activation_format, config.activation_format, seed=config.seed)
@@ -89,6 +87,13 @@ def prepare(config: Experiment, data: Data, begin: Path | None = None) -> Run:
     )
     loader = datasets.loader(data.train, config.batch, shuffle=True, seed=config.seed, workers=config.workers)
     return Run(model, sampler, config.schedule(sampler, config.length_in_epochs * len(loader)), loader)
+
+
+def _model(config: Experiment, data: Data) -> nn.Module:
+    """The network with its first weights, which PyTorch draws; its generator is left as it was."""
+    with torch.random.fork_rng():
+        torch.manual_seed(config.seed)
+        return config.model(data)
 
 
 def run(
@@ -175,7 +180,7 @@ def _patient() -> Iterator[Callable[[], bool]]:
 
 def posterior(config: Experiment, data: Data, *folders: Path) -> Posterior:
     """The average over the samples of a run, or of several."""
-    model = config.model(data)
+    model = _model(config, data)
     lower(model, config.activation_format, config.activation_format)
     return Posterior.open(folders, model)
 

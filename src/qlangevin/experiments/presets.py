@@ -202,15 +202,16 @@ class Digits(Experiment):
     """scikit-learn's 8x8 digits with a network of one hidden layer; nothing to download, and done in seconds."""
 
     batch: int = 50
-    epochs: int = 100
-    weight_decay: float = 1e-4
+    epochs: int = 200
+    weight_decay: float = 1e-3
+    temperature: float = 0.01
     hidden: int = 100
     """Units of the hidden layer."""
     name = "digits"
     data = "digits"
-    default_format = "bfp8"
+    default_format = "fixed8.4"
     schedule_type = ConstantLR
-    rows = _rows(FULL, ("bfp8", LOW))
+    rows = _rows(FULL, ("fixed8.4", LOW))
 
     def model(self, data: Data) -> nn.Module:
         return MLP(math.prod(data.shape), data.classes, self.hidden)
@@ -379,5 +380,5 @@ def from_json(saved: Any) -> Experiment:
         raise ValueError(f"the configuration is of another version of {preset.name}: see {', '.join(wrong)}")
     try:
         return preset(**given)
-    except TypeError as error:  # a list for a name, say
+    except (TypeError, OverflowError) as error:  # a list for a name, or a number of 400 digits
         raise ValueError(f"this is not a configuration of {preset.name}: {error}") from None

@@ -66,7 +66,8 @@ def _contents(made: Document, results: Sequence[Result]) -> dict[str, bytes]:
             contents[f"figures/{block.name}.png"] = block.image.png
         elif isinstance(block, Given):
             contents[f"figures/lead.{block.suffix}"] = block.content
-    contents["runs.json"] = json.dumps({"runs": list(results)}, indent=1, allow_nan=False).encode()
+    lines = (json.dumps(result, separators=(",", ":"), allow_nan=False) for result in results)
+    contents["runs.json"] = ('{"runs": [\n' + ",\n".join(lines) + "\n]}\n").encode()  # a line a run, for diffs
     contents["report.md"] = markdown(made).encode()
     contents["index.html"] = page(made).encode()
     return contents

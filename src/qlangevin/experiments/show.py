@@ -64,8 +64,13 @@ def console() -> Console:
 
 
 def tables(*made: Table) -> None:
+    """Closer together where there is no room; and rather too wide than with numbers cut short."""
     for table in made:
-        console().print(table)
+        out, anywhere = console(), Console(width=1000)
+        if anywhere.measure(table).maximum > out.width:
+            table.padding = (0, 0)
+        out.width = max(out.width, anywhere.measure(table).maximum)
+        out.print(table)
 
 
 def lines(*text: str) -> None:
@@ -77,8 +82,7 @@ def number(value: float | None, format: str) -> str:
 
 
 def _table(title: str, columns: Sequence[str], left: Sequence[str]) -> Table:
-    """80 columns wide unless there is room for more."""
-    out = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1 if console().width >= 96 else 0), pad_edge=False)
+    out = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False)
     for name in columns:
         out.add_column(name, justify="left" if name in left else "right", no_wrap=True)
     return out
