@@ -181,6 +181,8 @@ def test_ctrl_c_loses_not_a_step(step: int, whole: Path, tmp_path: Path) -> None
 def test_ctrl_c_while_scoring_loses_not_a_step(whole: Path, tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         run(SMALL, tmp_path / "run", progress=Watch(STEPS + 2, press))
+    with pytest.raises(KeyboardInterrupt):  # no step is left that would notice
+        run(SMALL, tmp_path / "run", progress=Watch(1, press))
     watch = Watch()
     assert lasting(run(SMALL, tmp_path / "run", progress=watch)) == lasting(classify.read_result(whole))
     assert watch.labels == ["training", "evaluating"]

@@ -80,7 +80,7 @@ def test_what_is_no_number_is_none_and_not_a_failure(place: Path, monkeypatch: p
 
 
 def test_runs_that_differ_in_more_than_the_seed_are_not_averaged(place: Path) -> None:
-    with pytest.raises(ValueError, match="slow and .*seed0 differ in more than the seed, and cannot be averaged"):
+    with pytest.raises(ValueError, match=r"slow and .*seed0 differ in more than the seed, and cannot be averaged"):
         evaluate([place / "seed0", place / "seed1", place / "slow"], place / "data")
 
 

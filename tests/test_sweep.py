@@ -19,7 +19,16 @@ from qlangevin.experiments import classify
 from qlangevin.experiments.presets import EXPERIMENTS, Digits, MnistMLP
 from qlangevin.experiments.sweep import plan, sweep
 
-OPTIONS = {"epochs": 2, "batch": 50, "samples": 2, "limit_train": 100, "limit_test": 50, "hidden": 8}
+OPTIONS = {
+    "epochs": 2,
+    "batch": 50,
+    "lr": 0.1,
+    "samples": 2,
+    "burn_in": 0.5,
+    "limit_train": 100,
+    "limit_test": 50,
+    "hidden": 8,
+}
 SMALL = Digits(**OPTIONS)  # type: ignore[arg-type]
 COMMAND = [
     "sweep",

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from types import FrameType
@@ -218,7 +218,8 @@ def _bytes_held(parts: Run) -> int:
 def _begun(config: Experiment, folder: Path) -> bool:
     """Whether the folder holds this run already. It must not hold anything else."""
     if (folder / CONFIG).exists():
-        if wrong := differences(configuration(folder).to_json(), config.to_json()):
+        there = replace(configuration(folder), workers=config.workers)  # which may change: they change no number
+        if wrong := differences(there.to_json(), config.to_json()):
             raise ValueError(f"{folder} holds another run: {', '.join(wrong)}; choose another folder with --out")
         return True
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):

@@ -48,7 +48,7 @@ def complaint(box: str) -> str:
     options = list(dict.fromkeys(word for word in near if word.startswith("--")))
     instead = [f"perhaps you meant {' or '.join(options)}"] if options else []
     instead += [" ".join(part) for part in parts[1:] if part[0].startswith("Available")]
-    return "; ".join(text[:1].lower() + text[1:] for text in (said, *instead))
+    return "; ".join(re.sub(r"^[A-Z](?=[a-z ])", lambda m: m[0].lower(), text) for text in (said, *instead))
 
 
 def sentence(error: BaseException) -> str:

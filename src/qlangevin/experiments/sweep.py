@@ -64,8 +64,8 @@ def sweep(
 ) -> list[Outcome]:
     """Do the runs in subfolders of ``folder``, ``jobs`` at a time; ``progress`` is told what share of a run more is done.
 
-    A folder that holds another run, or no data, is an error before the first of them. Ctrl-C is passed on to the runs, each
-    of which saves where it is, and raised when they have ended.
+    Data that are not there and a folder that holds another run are errors, before the first of them. Ctrl-C is passed on to
+    the runs, each of which saves where it is, and raised when they have ended.
     """
     folders = [folder / config.run_name for config in configs]
     pairs = list(zip(configs, folders, strict=True))
@@ -116,11 +116,11 @@ def _heard(news: Any, workers: Sequence[BaseProcess]) -> Iterator[Any]:
 
 def _stop(workers: Sequence[BaseProcess]) -> None:
     """Interrupt the workers once each, and wait until they have saved where they are."""
-    begun = [worker for worker in workers if worker.pid is not None]
-    for worker in begun:
+    begun = [(worker, worker.pid) for worker in workers if worker.pid is not None]
+    for worker, process in begun:
         if worker.is_alive():
-            os.kill(worker.pid or 0, signal.SIGINT)
-    for worker in begun:
+            os.kill(process, signal.SIGINT)
+    for worker, _ in begun:
         worker.join(60)
         worker.kill()
 
