@@ -35,7 +35,7 @@ ORDER = [
     *(f"experiments.reporting.{name}" for name in ["paper", "results", "summary", "claims", "looks", "document"]),
     *(f"experiments.reporting.{name}" for name in ["figures", "tables", "page", "markdown", "sections"]),
     *(f"experiments.{name}" for name in ["reporting", "report", "demo", "show"]),
-    *["experiments", "cli"],
+    *["experiments", "commands", "cli"],
 ]
 
 

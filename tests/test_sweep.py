@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from qlangevin import cli
+from qlangevin import cli, commands
 from qlangevin.experiments import classify
 from qlangevin.experiments.presets import EXPERIMENTS, Digits, MnistMLP
 from qlangevin.experiments.sweep import plan, sweep
@@ -157,20 +158,9 @@ def until(condition: Callable[[], object], seconds: float = 60) -> None:
 def test_ctrl_c_ends_a_sweep_which_then_goes_on(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config, folder = replace(SMALL, method="sgldfp", format=None, epochs=400), tmp_path / "sgldfp-fp32-seed0"
-    arguments = [
-        *COMMAND,
-        "--epochs",
-        "400",
-        "--methods",
-        "sgldfp",
-        "--seeds",
-        "0",
-        "--jobs",
-        "1",
-        "--out",
-        str(tmp_path),
-    ]
+    config, folder = replace(SMALL, method="sgldfp", format=None, epochs=150), tmp_path / "sgldfp-fp32-seed0"
+    options = f"--epochs 150 --methods sgldfp --seeds 0 --jobs 1 --out {tmp_path}"
+    arguments = [*COMMAND, *shlex.split(options)]
     one = "import os, sys; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})"  # small networks want one thread
     process = subprocess.Popen(
         [sys.executable, "-c", f"{one}; from qlangevin.cli import main; sys.exit(main())", *arguments],
@@ -181,10 +171,10 @@ def test_ctrl_c_ends_a_sweep_which_then_goes_on(
     )
     until((folder / "checkpoint.safetensors").exists)
     os.killpg(process.pid, signal.SIGINT)  # a terminal sends it to all
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=90)
     assert (process.returncode, out, err) == (130, "", "qlangevin: interrupted; the same command goes on\n")
     assert not (folder / "result.json").exists()
-    monkeypatch.setattr(cli, "cores", lambda: 1)
+    monkeypatch.setattr(commands, "cores", lambda: 1)
     assert cli.main(arguments) == 0
     captured = capfd.readouterr()
     assert "SGLDFP" in captured.out

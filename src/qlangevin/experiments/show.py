@@ -24,7 +24,26 @@ from . import bound, gaussian
 from .machine import environment
 from .methods import METHODS
 
-__all__ = ["as_json", "bound_table", "gaussian_table", "lines", "number", "print_json", "scores_table", "tables"]
+__all__ = [
+    "as_json",
+    "bound_remarks",
+    "bound_table",
+    "complaint",
+    "evaluation_table",
+    "fail",
+    "gaussian_remarks",
+    "gaussian_table",
+    "lines",
+    "machine",
+    "means_table",
+    "number",
+    "print_json",
+    "result_remarks",
+    "scores_table",
+    "sentence",
+    "tables",
+    "terms_table",
+]
 
 
 def print_json(answer: Any) -> None:
@@ -57,6 +76,12 @@ def sentence(error: BaseException) -> str:
         where = f"{error.filename}: " if error.filename else ""
         return f"{where}{error.strerror}"
     return " ".join(str(error).split()) or type(error).__name__
+
+
+def fail(message: str, code: int) -> int:
+    """Say what went wrong, and return the exit code."""
+    print(f"qlangevin: {message}", file=sys.stderr)
+    return code
 
 
 def console() -> Console:
