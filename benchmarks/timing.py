@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import gc
 import os
-import platform
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
 from qlangevin import native
+from qlangevin.experiments.machine import processor
 
 WALL, PROCESSOR = time.perf_counter, time.thread_time
 
@@ -122,12 +120,8 @@ class Row:
 
 def machine() -> dict[str, Any]:
     """What the numbers depend on."""
-    name = platform.processor() or platform.machine()
-    with suppress(OSError):
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        name = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), name)
     return {
-        "processor": name,
+        "processor": processor(),
         "processors": os.cpu_count(),
         "load": round(os.getloadavg()[0], 2),
         "torch": torch.__version__,

@@ -14,6 +14,7 @@ from typing import Any, get_args
 import pytest
 import torch
 from official import imagenet
+from processes import fork
 
 from qlangevin import QTensor, SampleStore, metrics
 from qlangevin.experiments import classify, data
@@ -230,21 +231,6 @@ def test_a_killed_run_ends_as_if_it_had_not_been(
     assert ended > 0
     assert lasting(run(SMALL, folder)) == lasting(classify.read_result(whole))
     assert kept(folder) == kept(whole)
-
-
-def fork(action: Callable[[], Any]) -> int:
-    """A process that does something and ends."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # that forking and threads do not go well together
-        child = os.fork()
-    if child == 0:
-        try:
-            signal.alarm(30)
-            action()
-            os._exit(0)
-        finally:
-            os._exit(1)
-    return child
 
 
 # ---- folders

@@ -12,7 +12,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -22,6 +21,7 @@ from typing import Any
 
 import pytest
 import torch
+from processes import fork
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -83,21 +83,6 @@ def wanted(seed: int) -> dict[str, Tensor]:
 def is_sample(sample: Sample, seed: int) -> bool:
     found = sample.decode()
     return found.keys() == wanted(seed).keys() and all(torch.equal(t, wanted(seed)[name]) for name, t in found.items())
-
-
-def fork(action: Callable[[], Any]) -> int:
-    """A process that does something and ends; SIGALRM ends it if it does not."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # that forking and threads do not go well together
-        child = os.fork()
-    if child == 0:
-        try:
-            signal.alarm(30)
-            action()
-            os._exit(0)
-        finally:
-            os._exit(1)
-    return child
 
 
 def wait(child: int) -> int:

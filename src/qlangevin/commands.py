@@ -206,11 +206,17 @@ class Report:
     """Folder of the report."""
     title: str = "Low-precision SGLD: results"
     """Its title."""
+    json: bool = False
+    """Print one JSON object, with the verdicts on the paper's claims, instead of a line."""
 
     def execute(self) -> int:
         results = report.load(self.runs)
         page = report.write(results, self.out, self.title)
-        show.lines(f"{len(results)} runs: {page}")
+        if self.json:
+            verdicts = [dataclasses.asdict(claim) for claim in report.claims(results)]
+            show.print_json({"page": str(page), "runs": len(results), "claims": verdicts})
+        else:
+            show.lines(f"{len(results)} runs: {page}")
         return 0
 
 

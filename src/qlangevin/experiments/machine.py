@@ -11,7 +11,7 @@ import torch
 
 from .. import native
 
-__all__ = ["cores", "environment"]
+__all__ = ["cores", "environment", "processor"]
 
 
 def environment() -> dict[str, Any]:

@@ -14,13 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .. import files
+from .reporting.claims import claims
 from .reporting.document import Block, Document, Given, Picture, Text
 from .reporting.markdown import markdown
 from .reporting.page import KINDS, page
 from .reporting.results import Result, checked, load, unique
 from .reporting.sections import document
 
-__all__ = ["Lead", "load", "write"]
+__all__ = ["Lead", "claims", "load", "write"]
 
 
 @dataclass(frozen=True)
