@@ -7,7 +7,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
-PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [README, *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def programs(page: Path) -> list[str]:
@@ -18,7 +18,7 @@ def programs(page: Path) -> list[str]:
     return found
 
 
-BLOCKS = {f"{page.name} {i}": code for page in PAGES for i, code in enumerate(programs(page))}
+BLOCKS = {f"{page.relative_to(ROOT)} {i}": code for page in PAGES for i, code in enumerate(programs(page))}
 
 
 @pytest.mark.parametrize("name", BLOCKS)
