@@ -31,7 +31,7 @@ bench: $(VENV)/.ready-bench
 
 # What a CPU can carry in hours; make reproduce CIFAR10= IMDB= runs the paper's own settings, for which it takes months.
 CIFAR10 = --limit-train 10000 --limit-test 5000 --width 8 --epochs 8 --samples 20 --cycles 2 --seeds 0
-IMDB = --length 64 --hidden 64 --epochs 8 --limit-test 5000 --seeds 0
+IMDB = --length 48 --hidden 64 --epochs 8 --limit-test 5000 --seeds 0
 COLD = --methods sgldfp sgldlp-f naive-sgldlp-l vc-sgldlp-l --temperature 0.001 --out results/mnist-logistic-cold
 
 reproduce: $(VENV)/.ready-demo
