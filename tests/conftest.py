@@ -13,7 +13,9 @@ from qlangevin import native
 settings.register_profile("qlangevin", deadline=None, derandomize=True)
 settings.load_profile("qlangevin")
 torch.set_num_threads(1)  # tensors are small here; tests of threads ask for their own
-signal.signal(signal.SIGINT, signal.default_int_handler)  # tests press Ctrl-C; what a shell runs in the background ignores it
+signal.signal(
+    signal.SIGINT, signal.default_int_handler
+)  # tests press Ctrl-C; what a shell runs in the background ignores it
 
 
 @pytest.fixture(params=native.levels() or ["none"])
