@@ -315,6 +315,13 @@ def test_a_broken_method_does_not_hide_the_others() -> None:
     assert len(figures.curves(by_cell(alike), "error").axes) == 1
 
 
+def test_the_enlarged_frame_shows_full_precision_of_all_methods() -> None:
+    far = [r | {"scores": r["scores"] | {"nll": 0.4}} for r in runs("mnist-logistic", ("sgldfp",), "fp32")]
+    others = [r for r in sweep(widths=(2, 6, 10)) if r["settings"]["method"] != "sgldfp"]
+    near = figures.curves(by_cell([*others, *far]), "nll").axes[1]
+    assert near.get_ylim()[1] > 0.4
+
+
 def test_reliability_is_pooled_by_counts() -> None:
     bins = {"edges": [0.0, 0.5, 1.0], "counts": [0, 10], "confidence": [None, 0.9], "accuracy": [None, 0.8]}
     other = {"edges": [0.0, 0.5, 1.0], "counts": [10, 30], "confidence": [0.4, 0.7], "accuracy": [0.5, 0.6]}

@@ -56,7 +56,7 @@ def curves(cells: Cells, name: str) -> Figure:
     axes[-1].set_xlabel("fractional bits")
     axes[-1].set_xticks(list(widths))
     if wide:
-        _enlarge(axes[0], axes[1], values, lines)
+        _enlarge(axes[0], axes[1], values, lines, flat)
     handles, labels = axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=3, handlelength=3)
     return figure
@@ -83,8 +83,14 @@ def _lines(ax: Axes, lines: Mapping[str, list[tuple[int, float, float]]], flat: 
     ax.grid(axis="y")
 
 
-def _enlarge(whole: Axes, near: Axes, values: list[float], lines: Mapping[str, list[tuple[int, float, float]]]) -> None:
-    """The upper axis holds everything, the lower only what is near the best; a triangle is a point above its frame."""
+def _enlarge(
+    whole: Axes,
+    near: Axes,
+    values: list[float],
+    lines: Mapping[str, list[tuple[int, float, float]]],
+    flat: Mapping[str, float],
+) -> None:
+    """The upper axis holds everything, the lower what is near the best or full precision; a triangle is above its frame."""
     if max(values) > LOGARITHMIC * min(values) > 0:
         whole.set_yscale("log", subs=(2, 5))
         whole.yaxis.set_major_formatter(lambda y, _: f"{y:g}")
@@ -92,6 +98,7 @@ def _enlarge(whole: Axes, near: Axes, values: list[float], lines: Mapping[str, l
     whole.set_title("all points")
     best, high = min(values), window(values)[1]
     high = min(high, NEAR * best) if best > 0 else high
+    high = max([high, *(best + 1.3 * (level - best) for level in flat.values())])
     near.set_ylim(best - 0.08 * (high - best), high)
     near.set_title("enlarged: near the best (a triangle is a point above the frame)")
     for i, (method, line) in enumerate(lines.items()):
