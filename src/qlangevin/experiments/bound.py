@@ -109,6 +109,11 @@ class Settings:
         return gaussian.Settings((alpha,), format, self.chains, seed=low | high << 32)
 
     @property
+    def gap(self) -> float:
+        """Δ_W of the first panel."""
+        return _fixed(self.format).step
+
+    @property
     def total_steps(self) -> int:
         return sum(how.total_steps for case in self.cases if (how := self.sampling(*case)))
 
@@ -241,7 +246,7 @@ def draw(result: Result, path: Path) -> None:
 
 def _by_stepsize(ax: Axes, result: Result, method: str) -> None:
     settings = result.settings
-    gap, low, high = _fixed(settings.format).step, min(settings.stepsizes), max(settings.stepsizes)
+    gap, low, high = settings.gap, min(settings.stepsizes), max(settings.stepsizes)
     alphas = [min(high, low * (high / low) ** (k / 400)) for k in range(401)]
     here = {row.stepsize: row for row in result.rows if row.method == method and row.format == settings.format}
     _curves(ax, method, alphas, [limit(method, alpha, gap) for alpha in alphas], settings.stepsizes, here)

@@ -4,6 +4,7 @@ config.json              the configuration (`presets`)
 manifest.json, samples/  the samples (`SampleStore`)
 checkpoint.safetensors   where the run is
 result.json              what came out, when it is done
+begin/                   the run whose last weights this one begins with, on ImageNet
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ class Settings:
     """The paper in a minute: Figure 1, and its methods in 8 bits on small digits, as an HTML report."""
 
     out: Path = Path("results/demo")
-    """Folder of the report and the runs; what is done there already is not done again."""
+    """Folder of the report and the runs; runs that are there already are not done again."""
     seeds: int = 2
     """Runs of each method on digits."""
     jobs: int | None = None

@@ -12,13 +12,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from .. import theory
-from ..formats import parse
 from ..version import __version__
 from . import bound, gaussian
 from .machine import environment
@@ -154,6 +152,11 @@ def machine(about: dict[str, Any] | None = None) -> str:
     return ", ".join(f"{name} {value}" for name, value in (about or environment()).items())
 
 
+def _figures(scores: dict[str, float]) -> tuple[str, str, str, str]:
+    """Error, NLL, Brier score and calibration error."""
+    return f"{scores['error']:.2%}", f"{scores['nll']:.4f}", f"{scores['brier']:.4f}", f"{scores['ece']:.2%}"
+
+
 def scores_table(title: str, results: Iterable[dict[str, Any]]) -> Table:
     """A line for each run: how good its average is, what it costs."""
     columns = ("method", "format", "seed", "error", "NLL", "Brier", "ECE", "R-hat", "samples", "bytes/weight", "time")
@@ -164,10 +167,7 @@ def scores_table(title: str, results: Iterable[dict[str, Any]]) -> Table:
             METHODS[settings["method"]].name,
             settings["format"],
             str(settings["seed"]),
-            f"{scores['error']:.2%}",
-            f"{scores['nll']:.4f}",
-            f"{scores['brier']:.4f}",
-            f"{scores['ece']:.2%}",
+            *_figures(scores),
             number(result["r_hat"], ".2f"),
             str(result["samples"]),
             f"{result['memory']['training']:.1f}",
@@ -191,9 +191,8 @@ def bound_table(result: bound.Result) -> Table:
 
 def terms_table(settings: bound.Settings) -> Table:
     """The theorems term by term, in the format of the first panel at the stepsize of the second."""
-    gap = float(parse(settings.format).gap(torch.zeros(())))
-    constants = theory.Constants(1.0, 1.0, gradient=bound.mean_gradient(settings.stepsize, gap))
-    found = bound.terms(constants, settings.stepsize, gap)
+    constants = theory.Constants(1.0, 1.0, gradient=bound.mean_gradient(settings.stepsize, settings.gap))
+    found = bound.terms(constants, settings.stepsize, settings.gap)
     columns = ("term", *found)
     out = _table(f"Theorems 1 to 3 in {settings.format} at α = {settings.stepsize:g}", columns, ("term",))
     for name in next(iter(found.values())).terms:
@@ -204,11 +203,12 @@ def terms_table(settings: bound.Settings) -> Table:
 
 def bound_remarks(settings: bound.Settings, result: bound.Result) -> list[str]:
     """What one has to know to read the tables."""
-    gap = float(parse(settings.format).gap(torch.zeros(())))
-    best = theory.best_stepsize(theory.Constants(1.0, 1.0), gap)
+    best = theory.best_stepsize(theory.Constants(1.0, 1.0), settings.gap)
+    bits = theory.bits_needed(theory.Constants(1.0, 1.0, hessian=1.0), accuracy=0.001)
     text = [
         "bound: what the theorem allows after infinitely many steps; exact: of the stationary law; sampled: of many chains",
         f"naive SGLDLP-L in {settings.format}: Theorem 2 is smallest at α = {best:.3g}, and grows as α goes to 0",
+        f"full-precision accumulators, m = M = Ψ = d = 1, small α: {bits} (a Gaussian has Ψ = 0, and no such bias)",
     ]
     if result.resolution is not None:
         text.append(f"sampled: {settings.chains} chains cannot tell distances below {result.resolution:.3f} from 0")
@@ -250,10 +250,7 @@ def evaluation_table(found: Sequence[dict[str, Any]]) -> Table:
             METHODS[settings["method"]].name,
             settings["format"],
             str(len(one["runs"])),
-            f"{scores['error']:.2%}",
-            f"{scores['nll']:.4f}",
-            f"{scores['brier']:.4f}",
-            f"{scores['ece']:.2%}",
+            *_figures(scores),
             number(one["r_hat"], ".2f"),
             str(one["samples"]),
             number(ood.get("entropy"), ".3f"),

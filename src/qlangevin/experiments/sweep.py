@@ -10,11 +10,11 @@ import os
 import queue
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 
@@ -23,8 +23,6 @@ from .methods import METHODS, MethodName
 from .presets import Experiment
 
 __all__ = ["Outcome", "plan", "sweep"]
-
-Progress: TypeAlias = Callable[[str, float], None]
 
 
 @dataclass(frozen=True)
@@ -60,7 +58,7 @@ def sweep(
     data_dir: Path | None,
     jobs: int,
     threads: int,
-    progress: Progress = lambda label, runs: None,
+    progress: classify.Progress = lambda label, runs: None,
 ) -> list[Outcome]:
     """Do the runs in subfolders of ``folder``, ``jobs`` at a time; ``progress`` is told what share of a run more is done.
 
