@@ -94,7 +94,7 @@ def on_codes(format: str, num_data: int, gradients: list[Tensor]) -> Chain:
 
     def step(k: int) -> None:
         jobs = [
-            native.Job(None, q.codes, q.exponents, None, g, parameter_key(0, i, k))
+            native.Job(None, q.codes, q.exponents, None, g, parameter_key(0, 0, i, k))
             for i, (q, g) in enumerate(zip(packed, gradients, strict=True))
         ]
         native.sgld(jobs, parsed, parsed, None, "corrected", LR, WEIGHT_DECAY, variance, maximize=k % 2 == 0)

@@ -221,7 +221,7 @@ def test_workers_change_nothing() -> None:
 def test_a_state_says_what_the_order_depends_on() -> None:
     loader = Loader(Numbers(7), np.int64(2), seed=np.int64(4), drop_last=True)
     take(loader, 5)
-    order = {"seed": 4, "num_data": 7, "batch_size": 2, "drop_last": True, "shuffle": True}
+    order = {"seed": 4, "stream": 0, "num_data": 7, "batch_size": 2, "drop_last": True, "shuffle": True}
     assert json.loads(json.dumps(loader.state_dict())) == {"epoch": 1, "position": 2, **order}
 
 
@@ -239,6 +239,7 @@ def test_loading_ends_older_iterators() -> None:
     ("change", "message"),
     [
         ({"seed": 1}, "another order: seed is 1 there and 0 here$"),
+        ({"stream": 1}, "another order: stream is 1 there and 0 here$"),
         ({"num_data": 9, "batch_size": 3}, "num_data is 9 there and 8 here, batch_size is 3 there and 2"),
         ({"drop_last": True}, "drop_last is True there and False here"),
         ({"shuffle": False}, "shuffle is False there and True here"),
@@ -367,3 +368,57 @@ def test_an_untouched_loader_does_not_move_this_one() -> None:
     next(iter(loader))
     assert len(list(loader.untouched())) == len(loader) == 3
     assert loader.steps == 1
+
+
+# ---- streams, and several ranks
+
+
+def test_streams_have_orders_of_their_own() -> None:
+    orders = [rest(Loader(Numbers(20), 20, seed=3, stream=stream)) for stream in (0, 1, 2)]
+    assert orders[0] == rest(Loader(Numbers(20), 20, seed=3))
+    assert len({str(order) for order in orders}) == 3
+
+
+def test_a_state_of_before_there_were_streams_is_of_the_first() -> None:
+    loader = Loader(Numbers(8), 2)
+    old = {name: value for name, value in loader.state_dict().items() if name != "stream"}
+    loader.load_state_dict({**old, "epoch": 2})
+    assert where(loader) == (2, 0, 8)
+    with pytest.raises(ValueError, match="stream is 0 there and 3 here"):
+        Loader(Numbers(8), 2, stream=3).load_state_dict(old)
+
+
+@given(st.integers(1, 30), st.integers(1, 12), st.integers(1, 5), st.booleans())
+def test_the_parts_of_all_ranks_are_the_batch(count: int, size: int, ranks: int, shuffle: bool) -> None:
+    whole = Loader(Numbers(count), size, shuffle=shuffle)
+    parts = [Loader(Numbers(count), size, shuffle=shuffle, rank=rank, ranks=ranks) for rank in range(ranks)]
+    for batch, *mine in zip(whole, *parts, strict=True):
+        counted = [part.tolist() if loader.share else [] for part, loader in zip(mine, parts, strict=True)]
+        assert [x for part in counted for x in part] == batch.tolist()
+        assert all(len(part) for part in mine)  # each has something to compute
+        mean = sum(float(part.double().mean()) * loader.share for part, loader in zip(mine, parts, strict=True)) / ranks
+        assert mean == pytest.approx(float(batch.double().mean()))
+        assert len({where(loader) for loader in (whole, *parts)}) == 1
+
+
+def test_parts_go_on_after_a_resume_with_workers_too() -> None:
+    loader = Loader(Numbers(23), 4, rank=1, ranks=2, seed=5)
+    take(loader, 3)
+    resumed = Loader(Numbers(23), 4, rank=1, ranks=2, seed=5, num_workers=2)
+    resumed.load_state_dict(loader.state_dict())
+    assert rest(resumed) == rest(loader)
+    assert rest(loader.untouched()) == rest(Loader(Numbers(23), 4, rank=1, ranks=2, seed=5))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rank": 2, "ranks": 2}, "rank must be less than ranks, got rank 2 of 2"),
+        ({"rank": -1, "ranks": 2}, "rank must be an integer, at least 0, got -1"),
+        ({"ranks": 0}, "ranks must be an integer, at least 1, got 0"),
+        ({"stream": -1}, "stream must be an integer between 0"),
+    ],
+)
+def test_ranks_that_cannot_be_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Loader(Numbers(8), 2, **options)

@@ -692,3 +692,34 @@ def test_a_state_of_another_model_is_refused() -> None:
 def test_a_tensor_is_overwritten_only_if_nobody_else_has_it() -> None:
     assert flow._sole_owner(flow.ErrorHook) != flow._owners(torch.ones(3))
     assert flow._owners(torch.ones(4, 4)[:2]) == ()
+
+
+def test_streams_and_replicas_round_with_bits_of_their_own() -> None:
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
+
+    def output(replica: int | None = None, **options: Any) -> Tensor:
+        torch.manual_seed(0)
+        model = ql.lower(nn.Sequential(nn.Linear(6, 5)), "bfp4", **options)
+        if replica is not None:
+            lowering.set_replica(model, replica)
+            lowering.set_replica(model, replica)  # which is not added to
+        y: Tensor = model(x).detach()
+        return y
+
+    plain = output(seed=2)
+    assert torch.equal(plain, output(seed=2, stream=0, replica=0))
+    others = [
+        output(seed=2, stream=1),
+        output(seed=2, replica=1),
+        output(seed=2, replica=2),
+        output(seed=2, stream=1, replica=1),
+    ]
+    assert all(not torch.equal(a, b) for i, a in enumerate([plain, *others]) for b in others[i:])
+
+
+def test_how_a_model_is_lowered_says_the_stream_and_not_the_replica() -> None:
+    models = [ql.lower(nn.Sequential(nn.Linear(2, 2)), "bfp8", seed=1, stream=stream) for stream in (0, 0, 4)]
+    lowering.set_replica(models[1], 5)
+    first, replica, stream = (lowering.settings(model)["0"] for model in models)
+    assert first == replica == "activations=bfp8, errors=fp32, rounding=stochastic, seed=1"
+    assert stream == f"{first}, stream=4"

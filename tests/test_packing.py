@@ -844,3 +844,15 @@ def test_hooks_of_samplers_that_are_gone_do_not_pile_up() -> None:
     assert all(len(p._post_accumulate_grad_hooks) == 1 for p in model.parameters())
     backward(model, x)
     assert sampler.state[model[0].bias]["step"] == 1
+
+
+def test_a_packed_chain_is_the_unpacked_one_in_every_stream() -> None:
+    ends = []
+    for stream in (0, 3):
+        packed_model, plain = pack(build()[0], "bfp8", seed=5, stream=stream), build()[0]
+        for model, weights in ((packed_model, None), (plain, "bfp8")):
+            run(model, INPUT, sampler_of(model, weights=weights, stream=stream))
+        a, b = (torch.cat([t.flatten() for t in numbers(model).values()]) for model in (packed_model, plain))
+        assert torch.equal(a, b)
+        ends.append(a)
+    assert not torch.equal(*ends)

@@ -85,7 +85,7 @@ def test_one_step_is_the_equation() -> None:
     start = theta.detach().clone()
     theta.grad = torch.randn(40, 9, generator=torch.Generator().manual_seed(1))
     sampler.step()
-    key = parameter_key(9, 0, 1)
+    key = parameter_key(9, 0, 0, 1)
     g = torch.ops.qlangevin.quantize(
         theta.grad, "bfp8", "stochastic", key.seed, key.stream - 2**64 * (key.stream >= 2**63), 1, random.GRADIENT
     )
@@ -410,15 +410,28 @@ def test_the_printed_algorithm_with_an_accumulator_is_unbiased() -> None:
 
 
 def test_seeds_and_parameters_differ_and_repeat() -> None:
-    def noise(seed: int) -> list[Tensor]:
+    def noise(seed: int, stream: int = 0) -> list[Tensor]:
         a, b = nn.Parameter(torch.zeros(50)), nn.Parameter(torch.zeros(50))
-        sampler = SGLD([a, b], 0.1, 100, seed=seed)
+        sampler = SGLD([a, b], 0.1, 100, seed=seed, stream=stream)
         a.grad, b.grad = torch.zeros(50), torch.zeros(50)
         sampler.step()
         return [a.detach(), b.detach()]
 
-    (a, b), (again, _), (other, _) = noise(1), noise(1), noise(2)
+    (a, b), (again, _), (other, _), (stream, _) = noise(1), noise(1), noise(2), noise(1, 1)
     assert torch.equal(a, again)
     assert not torch.equal(a, b)
     assert not torch.equal(a, other)
+    assert not torch.equal(a, stream)
+    assert torch.equal(stream, noise(1, 1)[0])
     assert Key(1).fold(0) != Key(1).fold(1)
+
+
+def test_a_state_of_before_there_were_streams_goes_on() -> None:
+    p = nn.Parameter(torch.zeros(5))
+    sampler = SGLD([p], 0.1, 100, stream=7)
+    state = sampler.state_dict()
+    del state["param_groups"][0]["stream"]
+    sampler.load_state_dict(state)
+    assert sampler.param_groups[0]["stream"] == 0
+    p.grad = torch.zeros(5)
+    sampler.step()

@@ -37,6 +37,9 @@ class Loader(DataLoader[Any]):
         shuffle: a new order in every epoch; otherwise the dataset's own.
         drop_last: leave out the last batch of an epoch if it is smaller.
         seed: of the order.
+        stream: tells chains apart that share a seed.
+        rank, ranks: of processes that compute a step together. ``batch_size`` counts for all of them; each is handed its part,
+            and `share` says by how much its mean loss counts.
         options: others of torch's DataLoader, such as ``num_workers`` and ``collate_fn``.
     """
 
@@ -48,6 +51,9 @@ class Loader(DataLoader[Any]):
         shuffle: bool = True,
         drop_last: bool = False,
         seed: int = 0,
+        stream: int = 0,
+        rank: int = 0,
+        ranks: int = 1,
         **options: Any,
     ) -> None:
         refused = [name for name in ("sampler", "batch_sampler", "generator") if options.get(name) is not None]
@@ -59,12 +65,18 @@ class Loader(DataLoader[Any]):
                 "persistent workers keep a copy of the dataset, whose set_epoch would not be heard; leave out persistent_workers"
             )
         batch_size = whole("batch_size", batch_size, 1)
-        self._order = _Order(_length(dataset), batch_size, bool(shuffle), Key(seed).seed)
+        self._rank, self._ranks = whole("rank", rank, 0), whole("ranks", ranks, 1)
+        if self._rank >= self._ranks:
+            raise ValueError(f"rank must be less than ranks, got rank {rank} of {ranks}")
+        self._order = _Order(_length(dataset), batch_size, bool(shuffle), Key(seed, stream))
+        self.share = 1.0
         self._newest = 0  # iterator
         options = {name: value for name, value in options.items() if name not in ("sampler", "batch_sampler")}
         self._options = dict(options)
         options["generator"] = self._order.generator(WORKERS)
         super().__init__(dataset, batch_size, sampler=self._order, drop_last=bool(drop_last), **options)
+        if self._ranks > 1:  # torch lets nobody set this one, but it is where batches come from
+            self.__dict__["batch_sampler"] = _Parts(self.batch_sampler, self._rank, self._ranks)
         if len(self) == 0:
             raise ValueError(
                 f"drop_last leaves no batch: batch_size is {batch_size}, the dataset has {self._order.num_data} examples"
@@ -84,6 +96,12 @@ class Loader(DataLoader[Any]):
     def steps(self) -> int:
         """How many batches are done in all."""
         return self.epoch * len(self) + self.position
+
+    def _share(self, position: int) -> float:
+        order = self._order
+        examples = min(order.batch_size, order.num_data - position * order.batch_size)
+        begin, end = _part(examples, self._rank, self._ranks)
+        return (end - begin) * self._ranks / examples
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch promises one of its private iterators
         self._newest += 1
@@ -111,7 +129,10 @@ class Loader(DataLoader[Any]):
             order.batch_size,
             shuffle=order.shuffle,
             drop_last=self.drop_last,
-            seed=order.seed,
+            seed=order.key.seed,
+            stream=order.key.stream,
+            rank=self._rank,
+            ranks=self._ranks,
             **self._options,
         )
 
@@ -119,13 +140,13 @@ class Loader(DataLoader[Any]):
         """Where the loader is, in JSON's types."""
         order = self._order
         return {
-            "epoch": order.epoch, "position": order.position, "seed": order.seed, "num_data": order.num_data,
-            "batch_size": order.batch_size, "drop_last": self.drop_last, "shuffle": order.shuffle,
+            "epoch": order.epoch, "position": order.position, "seed": order.key.seed, "stream": order.key.stream,
+            "num_data": order.num_data, "batch_size": order.batch_size, "drop_last": self.drop_last, "shuffle": order.shuffle,
         }  # fmt: skip
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on where a saved loader stopped. A state of one with another order is refused."""
-        here = self.state_dict()
+        here, state_dict = self.state_dict(), {"stream": 0, **state_dict}  # it may be of before there were streams
         if missing := [name for name in here if name not in state_dict]:
             raise ValueError(f"this is not the state of a Loader: it has no {', '.join(missing)}")
         moving = ("epoch", "position")
@@ -142,8 +163,8 @@ class Loader(DataLoader[Any]):
 class _Order:
     """The indices of the rest of the current epoch."""
 
-    def __init__(self, num_data: int, batch_size: int, shuffle: bool, seed: int) -> None:
-        self.num_data, self.batch_size, self.shuffle, self.seed = num_data, batch_size, shuffle, seed
+    def __init__(self, num_data: int, batch_size: int, shuffle: bool, key: Key) -> None:
+        self.num_data, self.batch_size, self.shuffle, self.key = num_data, batch_size, shuffle, key
         self.epoch = self.position = 0
 
     def __len__(self) -> int:
@@ -157,9 +178,29 @@ class _Order:
         return iter(order[begin:].tolist())
 
     def generator(self, purpose: int) -> torch.Generator:
-        low, high = Key(self.seed).fold(self.epoch).fold(purpose).bits
+        low, high = self.key.fold(self.epoch).fold(purpose).bits
         device = torch.get_default_device() if purpose == WORKERS else "cpu"  # where torch draws the workers' seeds
         return torch.Generator(device).manual_seed(low | high << 32)
+
+
+class _Parts:
+    """The part of each batch that is one rank's."""
+
+    def __init__(self, batches: Any, rank: int, ranks: int) -> None:
+        self.batches, self.rank, self.ranks = batches, rank, ranks
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for batch in self.batches:
+            begin, end = _part(len(batch), self.rank, self.ranks)
+            yield batch[begin:end] or batch[:1]  # all ranks must compute something, if only to count for nothing
+
+
+def _part(examples: int, rank: int, ranks: int) -> tuple[int, int]:
+    """Where the part of a batch that is one rank's begins and ends: parts differ by one example at most."""
+    return rank * examples // ranks, (rank + 1) * examples // ranks
 
 
 class _Rest:
@@ -184,6 +225,7 @@ class _Rest:
         except BaseException:
             loader._newest += 1  # torch would go on after the batch that failed; a new iterator begins with it
             raise
+        loader.share = loader._share(order.position)
         epochs, order.position = divmod(order.position + 1, len(loader))
         order.epoch += epochs
         return batch

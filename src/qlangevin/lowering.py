@@ -30,7 +30,7 @@ from .recurrent import layer_by_layer
 from .saving import SavedAsCodes
 from .selection import Choice, choose
 
-__all__ = ["LAYERS", "Quantize", "load_state_dict", "lower", "state_dict", "unlower"]
+__all__ = ["LAYERS", "Quantize", "load_state_dict", "lower", "set_replica", "state_dict", "unlower"]
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -74,6 +74,7 @@ def lower(
     skip: Choice | None = None,
     rounding: Rounding = "stochastic",
     seed: int = 0,
+    stream: int = 0,
     save_codes: bool = True,
 ) -> M:
     """Round the output of every layer, and the error that flows back to it, in place; returns the model.
@@ -85,6 +86,7 @@ def lower(
         layers, skip: which layers, by type, name pattern or predicate of name and module.
         rounding: in training, ``"stochastic"`` or ``"nearest"``.
         seed: of the random bits; parts that are lowered separately want different ones.
+        stream: tells chains apart that share a seed.
         save_codes: keep for backward as codes what is on the grid of the activations, which changes no number.
     """
     ops.choose("rounding", rounding, ("nearest", "stochastic"))
@@ -92,7 +94,7 @@ def lower(
     chosen = choose(model, layers, skip)
     _check(chosen)
     for i, module in enumerate(chosen.values()):
-        layer = Layer(names[0], names[1], rounding, seed, Key(seed).fold(_STREAMS + i).stream)
+        layer = Layer(names[0], names[1], rounding, Key(seed, stream), _STREAMS + i)
         module.register_forward_hook(layer)
         module.extra_repr = partial(_extra_repr, module)  # type: ignore[method-assign]
         if (forward := _forward_for(module)) is not None and "forward" not in module.__dict__:
@@ -133,7 +135,13 @@ def load_state_dict(model: nn.Module, state: Mapping[str, int]) -> None:
 
 def settings(model: nn.Module) -> dict[str, str]:
     """How each layer is lowered, in words."""
-    return {name: f"{layer!r}, rounding={layer.rounding}, seed={layer.seed}" for name, layer in _layers(model)}
+    return {name: layer.settings() for name, layer in _layers(model)}
+
+
+def set_replica(model: nn.Module, replica: int) -> None:
+    """Give each of several copies of a model that see different data random bits of its own; the first keeps those it has."""
+    for _, layer in _layers(model):
+        layer.set_replica(replica)
 
 
 def check_state(model: nn.Module, state: Mapping[str, int]) -> None:
@@ -147,11 +155,21 @@ def check_state(model: nn.Module, state: Mapping[str, int]) -> None:
 class Layer:
     """The hook on a layer."""
 
-    def __init__(self, activations: str | None, errors: str | None, rounding: str, seed: int, stream: int) -> None:
+    def __init__(self, activations: str | None, errors: str | None, rounding: str, key: Key, index: int) -> None:
         self.activations, self.errors, self.rounding = activations, errors, rounding
-        self.seed, self.stream = seed, stream
+        self.chain, self.index, self.seed = key, index, key.seed
+        self.set_replica(0)
         self.count = torch.zeros((), dtype=torch.int64)
         self.saved = False  # whether somebody keeps the output for backward
+
+    def set_replica(self, replica: int) -> None:
+        own = self.chain.fold(self.index)
+        self.stream = (own.fold(replica) if replica else own).stream
+
+    def settings(self) -> str:
+        """How the layer is lowered, in words; which replica it is of is not among them."""
+        chain = f", stream={self.chain.stream}" if self.chain.stream else ""
+        return f"{self!r}, rounding={self.rounding}, seed={self.seed}{chain}"
 
     def __repr__(self) -> str:
         return f"activations={self.activations or 'fp32'}, errors={self.errors or 'fp32'}"

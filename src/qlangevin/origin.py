@@ -36,6 +36,8 @@ def _group(group: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in group.items():
         if name in ("params", "param_names") or name.startswith("initial_"):
             continue
+        if name == "stream" and value == 0:
+            continue  # goes without saying, as in stores of before there were streams
         value = group.get(f"initial_{name}", value)
         value = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
         plain = value is None or isinstance(value, (bool, int, str, list, tuple))

@@ -30,19 +30,21 @@ def pack(
     skip: Choice | None = None,
     rounding: Rounding = "stochastic",
     seed: int = 0,
+    stream: int = 0,
 ) -> M:
     """Turn parameters into `QTensor` parameters, in place; returns the model.
 
     Every layer works as before: it decodes its weights when it computes, in forward and again in backward, and lets go of
-    them. `SGLD` steps on the codes. Frozen parameters stay as they are. Rounded with the bits that a sampler of the same seed,
-    made for all of ``model.parameters()``, would have used: without an accumulator, a packed chain is the unpacked one.
+    them. `SGLD` steps on the codes. Frozen parameters stay as they are. Rounded with the bits that a sampler of the same seed
+    and stream, made for all of ``model.parameters()``, would have used: without an accumulator, a packed chain is the unpacked
+    one.
 
     Args:
         model: any module. Pack before the optimizer is made: it must hold the new parameters.
         weights: the format, Q_W.
         layers, skip: whose parameters, by type, name pattern or predicate of name and module.
         rounding: ``"stochastic"`` or ``"nearest"``.
-        seed: of the random bits.
+        seed, stream: of the random bits; those of the sampler.
     """
     parsed = parse(weights)
     ops.choose("rounding", rounding, ("nearest", "stochastic"))
@@ -59,7 +61,7 @@ def pack(
     packed: dict[int, nn.Parameter] = {}
     for _, _, p in chosen:
         if id(p) not in packed:
-            key = parameter_key(seed, order[id(p)], 0)
+            key = parameter_key(seed, stream, order[id(p)], 0)
             rounded = quantized(p.detach(), str(parsed), rounding, key, random.WEIGHT)
             packed[id(p)] = nn.Parameter(encode(rounded, parsed))
     return _replace(model, packed)

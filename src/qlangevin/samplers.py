@@ -42,7 +42,8 @@ class SGLD(Optimizer):
         rounding: ``"corrected"`` (Q^vc), ``"stochastic"`` (naive) or ``"nearest"``.
         algorithm: of ``"corrected"``; see `qlangevin.corrected`.
         maximize: climb instead of descend.
-        seed: of all random bits; two samplers with the same seed draw the same.
+        seed: of all random bits; two samplers with the same seed and stream draw the same.
+        stream: tells chains apart that share a seed.
         step_in_backward: step each parameter as soon as ``backward`` has its gradient, and free the gradient: there is never
             more than one of them. ``step()`` then has nothing left to do, and gradients cannot be clipped, accumulated
             over several backward passes or rejected as a whole.
@@ -66,6 +67,7 @@ class SGLD(Optimizer):
         algorithm: Algorithm = "exact",
         maximize: bool = False,
         seed: int = 0,
+        stream: int = 0,
         step_in_backward: bool = False,
     ) -> None:
         names = (f.name for f in fields(Settings))
@@ -95,6 +97,7 @@ class SGLD(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         for group in self.param_groups:
+            group.setdefault("stream", 0)  # saved before there were streams
             for p in group["params"]:
                 self._hook(p)
 
@@ -122,7 +125,7 @@ class SGLD(Optimizer):
         if new:
             state["index"] = 1 + max((other.get("index", -1) for other in self.state.values()), default=-1)
             state["step"] = 0
-        key = parameter_key(settings.seed, state["index"], state["step"])
+        key = parameter_key(settings.seed, settings.stream, state["index"], state["step"])
         if settings.accumulator and ("accumulator" not in state or _changed(p, state, s)):
             held = _values(p).to(ops.working_dtype(p.dtype)).contiguous()
             state["accumulator"] = quantized(held, settings.accumulator, s.onto, key, random.ROUNDING).clone()
@@ -165,7 +168,8 @@ class SGLD(Optimizer):
             alike[p.format if isinstance(p, QTensor) else None].append(i)
         for packed, members in alike.items():
             held = [states[i]["accumulator"] for i in members] if settings.accumulator else []
-            keys = [parameter_key(settings.seed, states[i]["index"], states[i]["step"] + 1) for i in members]
+            chain = (settings.seed, settings.stream)
+            keys = [parameter_key(*chain, states[i]["index"], states[i]["step"] + 1) for i in members]
             these, gradients = [params[i] for i in members], [cast(Tensor, params[i].grad) for i in members]
             if packed is not None:
                 update_codes_(cast(list[QTensor], these), held, gradients, settings.update(), keys)

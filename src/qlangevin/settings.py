@@ -42,6 +42,7 @@ class Settings:
     algorithm: Algorithm
     maximize: bool
     seed: int
+    stream: int
 
     def __post_init__(self) -> None:
         for name in ("lr", "temperature", "weight_decay"):
@@ -59,7 +60,7 @@ class Settings:
             )
         ops.choose("rounding", self.rounding, ("nearest", "stochastic", "corrected"))
         ops.choose("algorithm", self.algorithm, ("exact", "paper"))
-        Key(self.seed)
+        Key(self.seed, self.stream)
 
     @classmethod
     def of(cls, group: dict[str, Any]) -> Settings:

@@ -60,13 +60,13 @@ class Update:
 
 
 @lru_cache(maxsize=65536)
-def _stream(seed: int, index: int) -> int:
-    return Key(seed).fold(index).stream
+def _stream(seed: int, stream: int, index: int) -> int:
+    return Key(seed, stream).fold(index).stream
 
 
-def parameter_key(seed: int, index: int, step: int) -> Key:
-    """The random bits of one parameter at one step: each has a stream of its own."""
-    return Key(seed, _stream(seed, index), step)
+def parameter_key(seed: int, stream: int, index: int, step: int) -> Key:
+    """The random bits of one parameter of a chain at one step: each has a stream of its own, derived from the chain's."""
+    return Key(seed, _stream(seed, stream, index), step)
 
 
 def quantized(x: Tensor, format: str | None, rounding: str, key: Key, purpose: int) -> Tensor:
