@@ -23,7 +23,7 @@ from .store import SampleStore
 from .version import __version__
 
 if TYPE_CHECKING:
-    from . import diagnostics, metrics
+    from . import diagnostics, distributed, metrics
 
 __all__ = [
     "BF16",
@@ -52,6 +52,7 @@ __all__ = [
     "__version__",
     "corrected",
     "diagnostics",
+    "distributed",
     "encode",
     "load_checkpoint",
     "lower",
@@ -69,7 +70,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> ModuleType:
-    """Modules that bring large libraries along are imported when they are first used."""
-    if name in ("diagnostics", "metrics"):
+    """Modules that bring large libraries along, or parts of PyTorch it may lack, are imported when they are first used."""
+    if name in ("diagnostics", "distributed", "metrics"):
         return import_module(f".{name}", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

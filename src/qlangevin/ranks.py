@@ -1,0 +1,204 @@
+"""Which of how many processes this is, and whether all of them were told the same.
+
+A rank is a process of a job that `torchrun`, or whatever sets the same variables, has started. What is said here between
+ranks is small and goes over the CPU. A rank that is missing is an error within seconds, on all the others.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
+
+from .checks import differences, number, whole
+
+__all__ = ["MissingRankError", "Ranks", "agree", "gather", "join", "launched", "lost", "same"]
+
+VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+GONE = ("Connection closed", "Connection reset", "Broken pipe", "imed out", "imeout", "remote worker")  # gloo's words
+PATIENCE = 30.0  # seconds for all ranks to come: they have to import PyTorch
+
+
+class MissingRankError(ConnectionError):
+    """A rank did not come, or is gone."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among those that work together: ``rank`` of ``size``, in a group of theirs.
+
+    Alone, there is no group. ``part`` is which of several such groups it is.
+    """
+
+    rank: int = 0
+    size: int = 1
+    group: Any = None
+    part: int = 0
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the rank that writes files and speaks for all."""
+        return self.rank == 0
+
+    def split(self, parts: int) -> Ranks:
+        """Groups of equal size, as many as there are parts, of neighbouring ranks. All ranks must call this."""
+        if self.size % whole("parts", parts, 1):
+            raise ValueError(f"{self.size} ranks cannot be split into {parts} groups of equal size")
+        if parts == 1 or self.group is None:
+            return self
+        size = self.size // parts
+        members = dist.get_process_group_ranks(self.group)
+        groups = [dist.new_group(members[i * size : (i + 1) * size]) for i in range(parts)]  # each rank makes them all
+        part = self.rank // size
+        return Ranks(self.rank % size, size, groups[part], part)
+
+    def wait(self) -> None:
+        """Until all of them are here; if one is gone, that is an error at once."""
+        if self.group is not None:
+            with lost("while the ranks waited for one another"):
+                dist.barrier(self.group)
+
+
+def launched() -> bool:
+    """Whether `torchrun`, or something like it, has started this process."""
+    return all(os.environ.get(name) for name in VARIABLES[:2])
+
+
+@contextmanager
+def join(backend: str | None = None, *, patience: float = PATIENCE, timeout: float = 1800.0) -> Iterator[Ranks]:
+    """Work with the other ranks of this job; alone if there is none. At the end the process group is left.
+
+    Args:
+        backend: as for `torch.distributed.init_process_group`; by default gloo for CPU and, where there are GPUs, NCCL too.
+        patience: seconds until all ranks must have come.
+        timeout: seconds a rank may be late for the others later on, when it writes a sample, say. That a process is gone is
+            noticed at once.
+    """
+    if not launched():
+        yield Ranks()
+        return
+    rank, size = _place()
+    patience, timeout = number("patience", patience), number("timeout", timeout)
+    own = not dist.is_initialized()
+    if own:
+        _meet(backend, rank, size, patience, timeout)
+    everybody = Ranks(rank, size, dist.group.WORLD)
+    try:
+        yield everybody
+        everybody.wait()  # who leaves first would take the others' connections away
+    finally:
+        if own and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _place() -> tuple[int, int]:
+    """RANK and WORLD_SIZE, checked with what else a rank is told."""
+    if missing := [name for name in VARIABLES if not os.environ.get(name)]:
+        raise ValueError(f"{', '.join(missing)} not set; start the ranks with torchrun, which sets it")
+    values = {name: os.environ[name] for name in VARIABLES if name != "MASTER_ADDR"}
+    for name, value in values.items():
+        if not value.isdecimal():
+            raise ValueError(f"the variable {name} must be a number, got {value!r}")
+    rank, size = int(values["RANK"]), int(values["WORLD_SIZE"])
+    if rank >= size:
+        raise ValueError(f"RANK must be less than WORLD_SIZE, got rank {rank} of {size}")
+    return rank, size
+
+
+def _meet(backend: str | None, rank: int, size: int, patience: float, timeout: float) -> None:
+    where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    wait = timedelta(seconds=patience)
+    backend = backend or ("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+    try:
+        store, _, _ = next(iter(rendezvous("env://", timeout=wait)))
+        here = PrefixStore(f"qlangevin/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+        here.set(f"rank {rank}", "here")
+        _await(here, size, wait)
+        dist.init_process_group(
+            backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=max(patience, timeout))
+        )
+    except MissingRankError:
+        raise
+    except (RuntimeError, ValueError) as error:  # torch's own, DistStoreError and DistNetworkError, are RuntimeErrors
+        first = " ".join(str(error).split("\n")[0].split())
+        raise MissingRankError(
+            f"rank {rank} of {size} did not meet the others at {where} within {patience:g} s: are all of them started, "
+            f"each with its own RANK? ({first})"
+        ) from None
+
+
+def _await(store: Any, size: int, wait: timedelta) -> None:
+    """Know who is missing."""
+    try:
+        store.wait([f"rank {rank}" for rank in range(size)], wait)
+    except RuntimeError:
+        missing = [str(rank) for rank in range(size) if not store.check([f"rank {rank}"])]
+        raise MissingRankError(
+            f"rank{'s' if len(missing) > 1 else ''} {', '.join(missing)} of {size} did not come within "
+            f"{wait.total_seconds():g} s"
+        ) from None
+
+
+@contextmanager
+def lost(when: str) -> Iterator[None]:
+    """What torch says when a rank is gone, in a sentence."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not isinstance(error, dist.DistError) and not any(word in str(error) for word in GONE):
+            raise
+        raise MissingRankError(f"another rank is gone, or too late, {when}; what was stored before is safe") from error
+
+
+def _tensor(values: Any, dtype: torch.dtype, group: Any) -> Tensor:
+    """A tensor where the group can take it: on the CPU unless it has GPUs only."""
+    device = "cpu" if "cpu:" in str(dist.get_backend_config(group)) else "cuda"
+    return torch.as_tensor(values, dtype=dtype).to(device)
+
+
+def same(values: Tensor, group: Any) -> Tensor:
+    """Which of these int64 numbers, each below 2^62 in magnitude, are the same on all ranks: one small exchange."""
+    both = _tensor(torch.stack((values, -values)), torch.int64, group)
+    with lost("when the ranks were compared"):
+        dist.all_reduce(both, dist.ReduceOp.MAX, group=group)
+    return (both[0] == -both[1]).cpu()
+
+
+def gather(found: Any, group: Any) -> list[Any]:
+    """What each rank found, anything JSON can hold; on all ranks, in their order."""
+    mine = json.dumps(found).encode()
+    size = dist.get_world_size(group)
+    lengths = _tensor([0] * size, torch.int64, group)
+    with lost("when the ranks told one another what they have"):
+        dist.all_gather_into_tensor(lengths, _tensor([len(mine)], torch.int64, group), group=group)
+        longest = int(lengths.max())
+        texts = _tensor([0] * (size * longest), torch.uint8, group)
+        padded = _tensor(list(mine.ljust(longest)), torch.uint8, group)
+        dist.all_gather_into_tensor(texts, padded, group=group)
+    return [json.loads(bytes(text.tolist())) for text in texts.cpu().view(size, longest)]
+
+
+def agree(facts: Mapping[str, Any], group: Any) -> None:
+    """Refuse, on all ranks alike, to go on if they were told different things: which, and on which ranks."""
+    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).digest()
+    values = torch.tensor([int.from_bytes(digest[i : i + 7], "little") for i in (0, 7, 14, 21)])
+    if bool(same(values, group).all()):
+        return
+    told = gather(facts, group)
+    rank = next(rank for rank, other in enumerate(told) if other != told[0])
+    odd = differences(told[0], told[rank])
+    more = f"; and {len(odd) - 5} more" if len(odd) > 5 else ""
+    raise ValueError(
+        f"the ranks were told different things (there: rank 0, here: rank {rank}): {'; '.join(odd[:5])}{more}"
+    )
