@@ -17,7 +17,7 @@ from official import imagenet
 from processes import fork
 
 from qlangevin import QTensor, SampleStore, metrics
-from qlangevin.experiments import classify, data
+from qlangevin.experiments import chain, classify, data
 from qlangevin.experiments.classify import run
 from qlangevin.experiments.methods import METHODS, MethodName
 from qlangevin.experiments.presets import Digits, Experiment, ImageNet
@@ -205,7 +205,7 @@ def test_a_second_ctrl_c_does_not_wait(tmp_path: Path) -> None:
 def test_an_interrupted_run_ends_as_if_it_had_not_been(
     method: MethodName, seconds: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(classify, "SECONDS", seconds)  # after every step, and after none
+    monkeypatch.setattr(chain, "SECONDS", seconds)  # after every step, and after none
     config = of(method)
     expected = run(config, tmp_path / "whole")
     for after in (1, 8, 14):
@@ -221,7 +221,7 @@ def test_an_interrupted_run_ends_as_if_it_had_not_been(
 def test_a_killed_run_ends_as_if_it_had_not_been(
     end: signal.Signals, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(classify, "SECONDS", 0.0)
+    monkeypatch.setattr(chain, "SECONDS", 0.0)
     moments, folder, ended = random.Random(1), tmp_path / "run", 0
     for attempt in range(8):
         child = fork(lambda: run(SMALL, folder))
@@ -348,14 +348,14 @@ def test_imagenets_sgld_begins_where_its_sgd_ends(photos: Path, tmp_path: Path) 
     first = classify.read_result(tmp_path / "begin")
     assert first["settings"] == replace(TINY, method="sgdlp-f").to_json()
     assert (first["steps"], first["samples"]) == (6, 1)
-    parts = classify.prepare(TINY, classify.load(TINY, photos), tmp_path / "begin")
+    parts = chain.prepare(TINY, classify.load(TINY, photos), tmp_path / "begin")
     last = SampleStore.open(tmp_path / "begin")[-1].decode()
     here = {**dict(parts.model.named_parameters()), **dict(parts.model.named_buffers())}
     assert last.keys() <= here.keys()
     for name, value in last.items():
         mine = here[name]
         assert torch.equal(mine.decode() if isinstance(mine, QTensor) else mine, value), name
-    fresh = dict(classify.prepare(TINY, classify.load(TINY, photos)).model.named_parameters())["conv.weight"]
+    fresh = dict(chain.prepare(TINY, classify.load(TINY, photos)).model.named_parameters())["conv.weight"]
     assert isinstance(fresh, QTensor)
     assert not torch.equal(fresh.decode(), last["conv.weight"])
     assert parts.sampler.param_groups[0]["lr"] == pytest.approx(TINY.lr / 100)

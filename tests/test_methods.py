@@ -8,7 +8,7 @@ import pytest
 from torch import nn
 
 from qlangevin import QTensor, lowering
-from qlangevin.experiments import classify
+from qlangevin.experiments import chain
 from qlangevin.experiments.data import Data, load
 from qlangevin.experiments.methods import METHODS, MethodName
 from qlangevin.experiments.presets import Digits
@@ -65,7 +65,7 @@ def test_a_chain_begins_with_sgd_in_its_own_precision(name: str) -> None:
 @pytest.mark.parametrize("name", get_args(MethodName))
 def test_a_method_is_a_choice_of_the_samplers_settings(name: MethodName, digits: Data) -> None:
     config = small(name, temperature=0.25, lr=0.3, weight_decay=0.01)
-    parts, (noise, low, accumulator, rounding, cyclical) = classify.prepare(config, digits), PAPER[METHODS[name].name]
+    parts, (noise, low, accumulator, rounding, cyclical) = chain.prepare(config, digits), PAPER[METHODS[name].name]
     (group,) = parts.sampler.param_groups
     assert group["temperature"] == (0.25 if noise else 0)
     assert [str(group[kind]) for kind in ("weights", "gradients")] == ["bfp8" if low else "None"] * 2
@@ -100,7 +100,7 @@ def test_a_method_is_a_choice_of_the_samplers_settings(name: MethodName, digits:
 def test_weights_of_a_byte_or_more_are_packed_and_activations_follow(
     format: str, activations: str, packed: bool, inner: str, digits: Data
 ) -> None:
-    parts = classify.prepare(small("vc-sgldlp-l", format=format, activations=activations), digits)
+    parts = chain.prepare(small("vc-sgldlp-l", format=format, activations=activations), digits)
     (group,) = parts.sampler.param_groups
     assert {isinstance(p, QTensor) for p in parts.model.parameters()} == {packed}
     assert (str(group["weights"]), str(group["gradients"])) == (format, format)
@@ -108,5 +108,5 @@ def test_weights_of_a_byte_or_more_are_packed_and_activations_follow(
 
 
 def test_full_precision_stays_so_whatever_is_asked_of_activations(digits: Data) -> None:
-    parts = classify.prepare(small("sgldfp", activations="bfp8"), digits)
+    parts = chain.prepare(small("sgldfp", activations="bfp8"), digits)
     assert lowered(parts.model) == {"fp32"}

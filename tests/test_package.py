@@ -31,11 +31,12 @@ ORDER = [
     "",  # the library ends here
     *(f"experiments.sources.{name}" for name in ["augment", "examples", "fetch", "readers", "text", "images"]),
     *(f"experiments.{name}" for name in ["sources", "data", "models", "methods", "experiment", "presets", "machine"]),
-    *(f"experiments.{name}" for name in ["pictures", "gaussian", "bound", "scoring", "classify", "evaluate", "sweep"]),
+    *(f"experiments.{name}" for name in ["pictures", "gaussian", "bound", "scoring", "workers", "chain", "classify"]),
+    *(f"experiments.{name}" for name in ["evaluate", "sweep"]),
     *(f"experiments.reporting.{name}" for name in ["paper", "results", "summary", "claims", "looks", "document"]),
     *(f"experiments.reporting.{name}" for name in ["figures", "tables", "page", "markdown", "sections"]),
     *(f"experiments.{name}" for name in ["reporting", "report", "demo", "show"]),
-    *["experiments", "commands", "cli"],
+    *["experiments", "commands", "cli", "__main__"],
 ]
 
 

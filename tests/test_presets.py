@@ -96,6 +96,7 @@ def configs() -> st.SearchStrategy[Experiment]:
         "activations": st.sampled_from(["auto", "same", "full", "bfp16", "bfp8/32"]),
         "seed": st.integers(0, 2**64 - 1),
         "workers": st.integers(0, 9),
+        "wire": st.sampled_from([None, "fp32", "bfp8/64", "bfp16/32"]),
         **dict.fromkeys(("burn_in", "exploration"), shares),
         **dict.fromkeys(("lr", "weight_decay", "temperature"), amounts),
         **dict.fromkeys(("limit_train", "limit_test"), st.none() | st.integers(1, 10**9)),
@@ -121,7 +122,7 @@ class Asked(Exception):
     """What the command line would have run."""
 
 
-def ask(config: Experiment, folder: Path, data_dir: Path | None, progress: object) -> None:
+def ask(config: Experiment, folder: Path, *_: object) -> None:
     raise Asked(config, folder)
 
 

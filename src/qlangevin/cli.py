@@ -13,8 +13,9 @@ from typing import Any
 
 import tyro
 
-from .commands import Command
+from .commands import Command, Run
 from .experiments import show
+from .ranks import MissingRankError
 from .version import __version__
 
 __all__ = ["main"]
@@ -28,8 +29,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     try:
         command = _parsed(arguments)
+        if command is not None and not isinstance(command, Run) and show.rank() is not None:
+            raise ValueError(f"qlangevin {arguments[0]} is for one process; torchrun is for qlangevin run")
         return 0 if command is None else command.execute()
-    except (ValueError, FileNotFoundError, FileExistsError, NotADirectoryError) as error:
+    except (ValueError, FileNotFoundError, FileExistsError, NotADirectoryError, MissingRankError) as error:
         return show.fail(f"error: {show.sentence(error)}", 2)
     except (OSError, ArithmeticError, RuntimeError, MemoryError) as error:
         return show.fail(f"error: {show.sentence(error)}", 1)

@@ -26,8 +26,11 @@ from .experiments.methods import MethodName
 from .experiments.pictures import check_picture, save
 from .experiments.sweep import plan, sweep
 from .progress import progress_bar
+from .ranks import join
 
-__all__ = ["Command"]
+__all__ = ["Command", "Run"]
+
+PATIENCE = 7 * 86400.0  # seconds that ranks wait for those with more to do; that one is gone they notice at once
 
 Preset = TypeVar("Preset", bound=presets.Experiment)
 Runs: TypeAlias = Annotated[tuple[Path, ...], tyro.conf.Positional]
@@ -44,8 +47,12 @@ class Gaussian(gaussian.Settings):
 
     def execute(self) -> int:
         check_picture(self.out)
-        with progress_bar(self.total_steps, shown=not self.json) as advance:
-            result = gaussian.run(self, advance)
+        with join(timeout=PATIENCE) as ranks:
+            share = self.total_steps / ranks.size  # of each about as much
+            with progress_bar(share, shown=not self.json and ranks.first) as advance:
+                result = gaussian.run(self, advance, ranks)
+        if not ranks.first:
+            return 0
         try:
             save(self.out, lambda path: gaussian.draw(result, path))
         finally:  # whatever becomes of the picture, the numbers are not lost
@@ -104,10 +111,14 @@ class RunOne(Generic[Preset]):
     def execute(self) -> int:
         config, folder = self._chosen()
         try:
-            with progress_bar(1.0, config.run_name, shown=not self.where.json) as advance:
-                result = classify.run(config, folder, self.where.data_dir, advance)
+            with join(timeout=PATIENCE) as ranks:
+                shown = ranks.first and not self.where.json
+                with progress_bar(1.0, config.run_name, shown=shown) as advance:
+                    result = classify.run(config, folder, self.where.data_dir, advance, ranks, cores())
         except KeyboardInterrupt:
             return show.fail(f"interrupted; {self._again(config, folder)}", 130)
+        if not ranks.first:
+            return 0
         if self.where.json:
             show.print_json(result)
         else:

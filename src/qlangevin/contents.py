@@ -20,7 +20,18 @@ from .manifest import NAMES, Kind, TensorInfo
 from .ops import parse
 from .qtensor import QTensor, encode_on_grid
 
-__all__ = ["assemble", "check_fits", "describe", "gather", "load_into", "moved", "named_tensors", "plain", "unwrapped"]
+__all__ = [
+    "assemble",
+    "check_fits",
+    "describe",
+    "gather",
+    "load_into",
+    "moved",
+    "named_tensors",
+    "plain",
+    "ranks_of",
+    "unwrapped",
+]
 
 _DTYPE_NAMES = {dtype: name for name, dtype in NAMES.items()}
 
@@ -34,6 +45,11 @@ def unwrapped(model: nn.Module) -> nn.Module:
         if not isinstance(inner, nn.Module):
             return model
         model = inner
+
+
+def ranks_of(model: nn.Module) -> int:
+    """How many processes step the model together."""
+    return model.process_group.size() if isinstance(model, nn.parallel.DistributedDataParallel) else 1
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -65,6 +81,10 @@ def describe(tensors: Mapping[str, Tensor], sampler: Optimizer | None = None) ->
 def _info(name: str, t: Tensor, weights: str | Format | None) -> TensorInfo:
     if t.dtype not in DTYPES or t.layout != torch.strided:
         raise TypeError(f"{name!r} is a {t.layout} tensor of {t.dtype}, which cannot be stored")
+    if hasattr(t, "_local_tensor"):
+        raise TypeError(
+            f"{name!r} is in shards, one on each rank; store what distributed.gathered(model, sampler) gives"
+        )
     if name == "__metadata__" or name != name.encode(errors="ignore").decode():
         raise ValueError(f"{name!r} cannot be the name of a tensor in a file; rename it")
     if not isinstance(t, nn.Parameter):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from .ranks import MissingRankError, Ranks, agree, gather, join, launched
 from .replicas import ReplicasDifferError, Watch, checksum, replicate
+from .sharding import gathered, shard
 from .wire import Wire
 
 __all__ = [
@@ -19,7 +20,9 @@ __all__ = [
     "agree",
     "checksum",
     "gather",
+    "gathered",
     "join",
     "launched",
     "replicate",
+    "shard",
 ]

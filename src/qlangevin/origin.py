@@ -16,8 +16,8 @@ from .schedules import Schedule
 __all__ = ["settings_of", "steps_of"]
 
 
-def settings_of(sampler: Optimizer | None, schedule: LRScheduler | None) -> dict[str, Any]:
-    """What there is to be known of where samples come from, as JSON has it."""
+def settings_of(sampler: Optimizer | None, schedule: LRScheduler | None, ranks: int = 1) -> dict[str, Any]:
+    """What there is to be known of where samples come from, as JSON has it; how many ranks, if there were several."""
     groups = [_group(group) for group in sampler.param_groups] if sampler is not None else []
     known: dict[str, Any] = {
         "seed": next((group["seed"] for group in groups if "seed" in group), None),
@@ -27,6 +27,7 @@ def settings_of(sampler: Optimizer | None, schedule: LRScheduler | None) -> dict
     if schedule is not None:
         kind = {"schedule": type(schedule).__name__}
         known["schedule"] = schedule.settings() if isinstance(schedule, Schedule) else kind
+    known |= {"ranks": ranks} if ranks > 1 else {}
     return dict(json.loads(json.dumps(known)))  # tuples are lists from here on, as they will be when read
 
 

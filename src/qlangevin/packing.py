@@ -17,7 +17,7 @@ from .qtensor import QTensor, encode
 from .selection import Choice, choose
 from .steps import parameter_key, quantized
 
-__all__ = ["pack", "unpack"]
+__all__ = ["check_owners", "pack", "replace_parameters", "unpack"]
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -57,27 +57,27 @@ def pack(
     ]
     for full, module, p in chosen:
         _check(full, module, p, parsed)
-    _check_owners([(full, p) for full, _, p in chosen])
+    check_owners([(full, p) for full, _, p in chosen])
     packed: dict[int, nn.Parameter] = {}
     for _, _, p in chosen:
         if id(p) not in packed:
             key = parameter_key(seed, stream, order[id(p)], 0)
             rounded = quantized(p.detach(), str(parsed), rounding, key, random.WEIGHT)
             packed[id(p)] = nn.Parameter(encode(rounded, parsed))
-    return _replace(model, packed)
+    return replace_parameters(model, packed)
 
 
 def unpack(model: M) -> M:
     """Turn `QTensor` parameters back into float ones with the same numbers, in place; returns the model."""
     chosen = [(name, p) for name, p in model.named_parameters() if isinstance(p, QTensor)]
-    _check_owners(chosen)
-    return _replace(
+    check_owners(chosen)
+    return replace_parameters(
         model,
         {id(p): nn.Parameter(cast(QTensor, p.detach()).decode(), requires_grad=p.requires_grad) for _, p in chosen},
     )
 
 
-def _replace(model: M, new: dict[int, nn.Parameter]) -> M:
+def replace_parameters(model: M, new: dict[int, nn.Parameter]) -> M:
     """Put new parameters in the places of old ones, wherever those are: tied weights are one before and after."""
     places = [
         (module, name, p)
@@ -107,7 +107,7 @@ def _check(name: str, module: nn.Module, p: Tensor, format: Format) -> None:
         raise ValueError(f"{name!r} holds an infinity or a NaN, for which {format} has no code")
 
 
-def _check_owners(parameters: Sequence[tuple[str, Tensor]]) -> None:
+def check_owners(parameters: Sequence[tuple[str, Tensor]]) -> None:
     """An optimizer keeps the parameters it was given: after packing it would step tensors nobody uses."""
     ids = {id(p): name for name, p in parameters}
     for attempt in range(2 if ids else 0):

@@ -20,7 +20,7 @@ from .ensemble import Ensemble, inputs_of, reestimated, tensors_in
 from .links import Average, Link, Uncertainty, predicted
 from .loader import Loader
 from .progress import progress_bar
-from .reading import Sample, Samples
+from .reading import Sample, Samples, chain_folders
 from .store import SampleStore
 
 __all__ = ["Posterior"]
@@ -67,7 +67,8 @@ class Posterior:
         """A posterior over the samples that are there now.
 
         Args:
-            stores: a store, its folder or some of its samples (``store[10::2]``); or several of these, one a chain.
+            stores: a store, its folder or some of its samples (``store[10::2]``); or several of these, one a chain. A folder
+                with ``chain-0/``, ``chain-1/`` and so on holds as many chains.
             model: of the kind the samples are of, on the device to compute on; its own weights are neither used nor changed.
             link: what makes predictions of outputs: ``"softmax"`` along dim 1 (classification), ``"sigmoid"``
                 (binary, multilabel) or ``"identity"`` (regression).
@@ -197,14 +198,21 @@ class Posterior:
 
 
 def _sources(stores: Source | Iterable[Source]) -> list[Source]:
-    if isinstance(stores, (str, os.PathLike, Samples)):
+    """One for each chain; a folder may hold several."""
+    if isinstance(stores, (str, os.PathLike)):
+        return [*chain_folders(stores)]
+    if isinstance(stores, Samples):
         return [stores]
     if isinstance(stores, Sample):
         return [[stores]]
     if not isinstance(stores, Iterable):
         raise TypeError(f"stores must be stores, their folders or lists of samples, got {stores!r}")
     several = list(stores)
-    return [cast(Sequence[Sample], several)] if several and isinstance(several[0], Sample) else several
+    if several and isinstance(several[0], Sample):
+        return [cast(Sequence[Sample], several)]
+    return [
+        chain for one in several for chain in (chain_folders(one) if isinstance(one, (str, os.PathLike)) else [one])
+    ]
 
 
 def _samples(source: Source) -> list[Sample]:

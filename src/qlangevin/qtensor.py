@@ -110,7 +110,10 @@ class QTensor(torch.Tensor):
         return torch.stack((low, high), 1).view(-1)[: self.whole.numel()].view(self.whole)
 
     def decode_whole(self) -> Tensor:
-        values = values_of(self.unpacked(), self.exponents, self.format)
+        codes = self.unpacked()
+        if type(codes) is Tensor and codes.data_ptr() == 0 and codes.numel() > codes.untyped_storage().nbytes():
+            raise RuntimeError("the codes of these weights were let go of: a sharded layer has them while it computes")
+        values = values_of(codes, self.exponents, self.format)
         return values if self.dtype == torch.float32 else values.to(self.dtype)
 
     def decode(self) -> Tensor:
@@ -265,6 +268,14 @@ def _embedding(func: Any, q: QTensor, indices: Tensor, *_: Any) -> Any:
     return values.view(*indices.shape, q.whole[1])
 
 
+def _new_zeros(func: Any, q: QTensor, *_: Any, **__: Any) -> Any:
+    if hasattr(q, "_fsdp_orig_uid"):  # the first thing `fully_shard` leaves on a parameter
+        raise TypeError(
+            "fully_shard would make floats of packed parameters; qlangevin.sharding.shard(model) keeps the codes"
+        )
+    return NotImplemented
+
+
 _SPECIAL: dict[Any, Any] = {
     aten.detach.default: _alias,
     aten.alias.default: _alias,
@@ -272,6 +283,7 @@ _SPECIAL: dict[Any, Any] = {
     aten._to_copy.default: _to,
     aten.copy_.default: _copy,
     aten.embedding.default: _embedding,
+    aten.new_zeros.default: _new_zeros,
 }
 
 

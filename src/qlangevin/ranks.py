@@ -13,13 +13,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from time import monotonic, sleep
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore
-from torch.distributed.rendezvous import rendezvous
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from .checks import differences, number, whole
 
@@ -28,6 +28,8 @@ __all__ = ["MissingRankError", "Ranks", "agree", "gather", "join", "launched", "
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 GONE = ("Connection closed", "Connection reset", "Broken pipe", "imed out", "imeout", "remote worker")  # gloo's words
 PATIENCE = 30.0  # seconds for all ranks to come: they have to import PyTorch
+# Where this process met the others, and how often: who joins again must not read what was left there the last time.
+_stores: dict[tuple[str, ...], tuple[Any, int]] = {}
 
 
 class MissingRankError(ConnectionError):
@@ -52,16 +54,17 @@ class Ranks:
         return self.rank == 0
 
     def split(self, parts: int) -> Ranks:
-        """Groups of equal size, as many as there are parts, of neighbouring ranks. All ranks must call this."""
+        """Groups of equal size, as many as there are parts, of neighbouring ranks. All of these ranks must call this."""
         if self.size % whole("parts", parts, 1):
             raise ValueError(f"{self.size} ranks cannot be split into {parts} groups of equal size")
         if parts == 1 or self.group is None:
             return self
         size = self.size // parts
         members = dist.get_process_group_ranks(self.group)
-        groups = [dist.new_group(members[i * size : (i + 1) * size]) for i in range(parts)]  # each rank makes them all
         part = self.rank // size
-        return Ranks(self.rank % size, size, groups[part], part)
+        mine = members[part * size : (part + 1) * size]
+        group = dist.new_group(mine, use_local_synchronization=True)  # ranks outside of this group know nothing of it
+        return Ranks(self.rank % size, size, group, part)
 
     def wait(self) -> None:
         """Until all of them are here; if one is gone, that is an error at once."""
@@ -95,7 +98,8 @@ def join(backend: str | None = None, *, patience: float = PATIENCE, timeout: flo
         _meet(backend, rank, size, patience, timeout)
     everybody = Ranks(rank, size, dist.group.WORLD)
     try:
-        yield everybody
+        with lost("while the ranks worked together"):
+            yield everybody
         everybody.wait()  # who leaves first would take the others' connections away
     finally:
         if own and dist.is_initialized():
@@ -110,6 +114,7 @@ def _place() -> tuple[int, int]:
     for name, value in values.items():
         if not value.isdecimal():
             raise ValueError(f"the variable {name} must be a number, got {value!r}")
+    whole("the variable MASTER_PORT", int(values["MASTER_PORT"]), 0, 65535)
     rank, size = int(values["RANK"]), int(values["WORLD_SIZE"])
     if rank >= size:
         raise ValueError(f"RANK must be less than WORLD_SIZE, got rank {rank} of {size}")
@@ -118,16 +123,19 @@ def _place() -> tuple[int, int]:
 
 def _meet(backend: str | None, rank: int, size: int, patience: float, timeout: float) -> None:
     where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-    wait = timedelta(seconds=patience)
     backend = backend or ("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+    told = tuple(os.environ[name] for name in VARIABLES)
     try:
-        store, _, _ = next(iter(rendezvous("env://", timeout=wait)))
-        here = PrefixStore(f"qlangevin/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+        if told not in _stores:
+            _stores[told] = _store(rank, size, patience), 0
+        store, times = _stores[told]
+        here = PrefixStore(f"qlangevin/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}/{times}", store)
         here.set(f"rank {rank}", "here")
-        _await(here, size, wait)
+        _await(here, size, patience)
         dist.init_process_group(
-            backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=max(patience, timeout))
+            backend, store=here, rank=rank, world_size=size, timeout=timedelta(seconds=max(patience, timeout))
         )
+        _stores[told] = store, times + 1
     except MissingRankError:
         raise
     except (RuntimeError, ValueError) as error:  # torch's own, DistStoreError and DistNetworkError, are RuntimeErrors
@@ -138,16 +146,29 @@ def _meet(backend: str | None, rank: int, size: int, patience: float, timeout: f
         ) from None
 
 
-def _await(store: Any, size: int, wait: timedelta) -> None:
+def _store(rank: int, size: int, patience: float) -> Any:
+    """Where ranks meet. Rank 0 has it, unless torchrun does. Torch's own would not say who is missing."""
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    has = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    wait = timedelta(seconds=patience)
+    return TCPStore(host, port, size, has, wait, wait_for_workers=False, multi_tenant=True)
+
+
+def _await(store: Any, size: int, patience: float) -> None:
     """Know who is missing."""
-    try:
-        store.wait([f"rank {rank}" for rank in range(size)], wait)
-    except RuntimeError:
-        missing = [str(rank) for rank in range(size) if not store.check([f"rank {rank}"])]
-        raise MissingRankError(
-            f"rank{'s' if len(missing) > 1 else ''} {', '.join(missing)} of {size} did not come within "
-            f"{wait.total_seconds():g} s"
-        ) from None
+    missing, end = list(range(size)), monotonic() + patience
+    while True:
+        try:
+            missing = [rank for rank in missing if not store.check([f"rank {rank}"])]
+        except RuntimeError:  # whoever has the store gave up
+            end = 0.0
+        if not missing:
+            return
+        if monotonic() >= end:
+            break
+        sleep(0.02)
+    names = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
+    raise MissingRankError(f"{names} of {size} did not come within {patience:g} s")
 
 
 @contextmanager
@@ -168,25 +189,23 @@ def _tensor(values: Any, dtype: torch.dtype, group: Any) -> Tensor:
 
 
 def same(values: Tensor, group: Any) -> Tensor:
-    """Which of these int64 numbers, each below 2^62 in magnitude, are the same on all ranks: one small exchange."""
-    both = _tensor(torch.stack((values, -values)), torch.int64, group)
+    """Which of these int64 numbers are the same on all ranks: one small exchange."""
+    both = _tensor(torch.stack((values, ~values)), torch.int64, group)  # ~v = -v - 1, which every number has
     with lost("when the ranks were compared"):
         dist.all_reduce(both, dist.ReduceOp.MAX, group=group)
-    return (both[0] == -both[1]).cpu()
+    return (both[0] == ~both[1]).cpu()
 
 
 def gather(found: Any, group: Any) -> list[Any]:
     """What each rank found, anything JSON can hold; on all ranks, in their order."""
     mine = json.dumps(found).encode()
-    size = dist.get_world_size(group)
-    lengths = _tensor([0] * size, torch.int64, group)
     with lost("when the ranks told one another what they have"):
-        dist.all_gather_into_tensor(lengths, _tensor([len(mine)], torch.int64, group), group=group)
-        longest = int(lengths.max())
-        texts = _tensor([0] * (size * longest), torch.uint8, group)
-        padded = _tensor(list(mine.ljust(longest)), torch.uint8, group)
-        dist.all_gather_into_tensor(texts, padded, group=group)
-    return [json.loads(bytes(text.tolist())) for text in texts.cpu().view(size, longest)]
+        longest = _tensor([len(mine)], torch.int64, group)
+        dist.all_reduce(longest, dist.ReduceOp.MAX, group=group)
+        padded = _tensor(list(mine.ljust(int(longest))), torch.uint8, group)
+        texts = [torch.empty_like(padded) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(texts, padded, group=group)
+    return [json.loads(bytes(text.tolist())) for text in texts]
 
 
 def agree(facts: Mapping[str, Any], group: Any) -> None:

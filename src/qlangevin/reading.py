@@ -21,9 +21,23 @@ from . import contents, files
 from .files import DamagedError
 from .manifest import Manifest, Record
 
-__all__ = ["FOLDER", "FROZEN", "MANIFEST", "Sample", "Samples"]
+__all__ = ["FOLDER", "FROZEN", "MANIFEST", "Sample", "Samples", "chain_folder", "chain_folders"]
 
 MANIFEST, FROZEN, FOLDER = "manifest.json", "frozen.safetensors", "samples"
+
+
+def chain_folder(run: str | os.PathLike[str], chain: int) -> Path:
+    """Where in the folder of a run the store of one of its chains is."""
+    return Path(run) / f"chain-{chain}"
+
+
+def chain_folders(run: str | os.PathLike[str]) -> list[Path]:
+    """The stores of a run: those of its chains in order, or, of a run that is one chain, the folder itself."""
+    path = Path(run)
+    found = [p for p in path.glob("chain-*") if p.name[6:].isdecimal() and (p / MANIFEST).exists()]
+    if (path / MANIFEST).exists() or not found:
+        return [path]
+    return sorted(found, key=lambda p: int(p.name[6:]))
 
 
 class Sample(Mapping[str, Tensor]):

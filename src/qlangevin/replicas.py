@@ -61,14 +61,15 @@ def replicate(
     carrier = Wire(sampler, wire, group) if isinstance(wire, (str, Format)) else wire
     if carrier is not None and carrier.format != FP32 and any(g["gradients"] for g in sampler.param_groups):
         raise ValueError("gradients are rounded on the wire already; make the sampler with gradients=None")
-    agree(_facts(inner, sampler, carrier), group)
+    watch = Watch(inner, sampler, every, group)
+    plain = {n: v for n, v in options.items() if isinstance(v, (bool, float, int)) and n != "output_device"}
+    agree({"every": watch.every, "options": plain, **_facts(inner, sampler, carrier)}, group)
     lowering.set_replica(inner, dist.get_rank(group))
     with lost("when the first weights were sent"):
         replicated = DistributedDataParallel(model, process_group=group, **options)
         _send_accumulators(sampler, group)
     if carrier is not None:
         replicated.register_comm_hook(None, carrier.hook)
-    watch = Watch(inner, sampler, every, group)
     watch.check()
     sampler.register_step_post_hook(watch)
     return replicated
@@ -88,14 +89,15 @@ def _check(model: nn.Module, sampler: SGLD) -> None:
 def _facts(model: nn.Module, sampler: SGLD, wire: Wire | None) -> dict[str, Any]:
     """What must be the same on all ranks."""
     return {
-        "tensors": {
-            name: str(info) for name, info in contents.describe(contents.named_tensors(model), sampler).items()
-        },
         **settings_of(sampler, None),
+        "rates": [float(g["lr"]) for g in sampler.param_groups],  # as a schedule has them now
         "steps": steps_of(sampler),
         "layers": lowering.settings(model),
         "counts": lowering.state_dict(model),
         "wire": None if wire is None else str(wire.format),
+        "tensors": {
+            name: str(info) for name, info in contents.describe(contents.named_tensors(model), sampler).items()
+        },
     }
 
 
@@ -148,17 +150,25 @@ class Watch:
 
 @torch.no_grad()
 def checksum(t: Tensor) -> int:
-    """62 bits that tell tensors apart: a sum over words of a function of word and place that is one to one in the word.
+    """64 bits that tell tensors apart: a sum over words of a function of word and place that is one to one in the word.
 
-    One changed word always changes it, others go unnoticed once in 2^62 times. It is computed where the tensor is.
+    One changed word always changes it, others go unnoticed once in 2^64 times. It is computed where the tensor is.
     """
     parts = [t] if not isinstance(t, QTensor) else [t.codes, *([] if t.exponents is None else [t.exponents])]
     total = torch.zeros((), dtype=torch.int64, device=t.device)
     for part in parts:
         bytes_ = part.contiguous().view(-1).view(torch.uint8)
-        bytes_ = torch.nn.functional.pad(bytes_, (0, -bytes_.numel() % 8)) if bytes_.numel() % 8 else bytes_
-        for i, words in enumerate(bytes_.view(torch.int64).split(WORDS)):
+        for i, piece in enumerate(bytes_.split(8 * WORDS)):
+            words = _words(piece)
             place = torch.arange(i * WORDS, i * WORDS + words.numel(), device=t.device)
             mixed = (words ^ place * 0x9E3779B97F4A7C1) * 0x2545F4914F6CDD1D
-            total = total * 0x5851F42D4C957F2D + (mixed ^ mixed >> 31).sum()
-    return int(total) & (2**62 - 1)
+            total = total * 0x5851F42D4C957F2D + (mixed ^ mixed >> 31 & 2**33 - 1).sum()  # no copies of the sign
+    return int(total)
+
+
+def _words(bytes_: Tensor) -> Tensor:
+    """Bytes as int64; copied only where they do not begin or end with a word."""
+    missing = -bytes_.numel() % 8
+    if missing or bytes_.data_ptr() % 8 or bytes_.storage_offset() % 8:
+        bytes_ = torch.nn.functional.pad(bytes_, (0, missing)) if missing else bytes_.clone()
+    return bytes_.view(torch.int64)

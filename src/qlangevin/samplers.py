@@ -20,7 +20,7 @@ from .formats import Format, parse
 from .ops import Algorithm, Rounding
 from .qtensor import QTensor
 from .settings import FORMATS, Settings, check_parameter
-from .steps import Update, parameter_key, quantized, sgld_op, update_codes_
+from .steps import Update, check_shard, local, parameter_key, quantized, sgld_op, shard_of, update_codes_
 
 __all__ = ["SGLD"]
 
@@ -109,7 +109,8 @@ class SGLD(Optimizer):
         """Refuse formats the parameters cannot hold; keep formats by name, so that a saved group is numbers and words."""
         for i, p in enumerate(group["params"]):
             try:
-                check_parameter(p, settings)
+                check_parameter(local(p), settings)
+                check_shard(p, settings.update().grid(local(p)))
                 if arrival.taken(p, self):
                     raise ValueError("another sampler steps it in backward; one parameter has one sampler")
             except (TypeError, ValueError) as error:
@@ -120,17 +121,17 @@ class SGLD(Optimizer):
     @torch.no_grad()
     def _begin(self, p: Tensor, settings: Settings) -> dict[str, Any]:
         """The state of a parameter. A new one gets random bits of its own and is put on its grid."""
-        state, s = cast(dict[str, Any], self.state[p]), settings.update()
+        state, s, part = cast(dict[str, Any], self.state[p]), settings.update(), local(p)
         new = "index" not in state
         if new:
             state["index"] = 1 + max((other.get("index", -1) for other in self.state.values()), default=-1)
             state["step"] = 0
-        key = parameter_key(settings.seed, settings.stream, state["index"], state["step"])
+        key = parameter_key(settings.seed, settings.stream, state["index"], state["step"], shard_of(p))
         if settings.accumulator and ("accumulator" not in state or _changed(p, state, s)):
-            held = _values(p).to(ops.working_dtype(p.dtype)).contiguous()
+            held = _values(part).to(ops.working_dtype(p.dtype)).contiguous()
             state["accumulator"] = quantized(held, settings.accumulator, s.onto, key, random.ROUNDING).clone()
-        if new and not (isinstance(p, QTensor) and "accumulator" not in state):
-            p.copy_(quantized(state.get("accumulator", p), s.grid(p), s.onto, key, random.WEIGHT))
+        if new and not (isinstance(part, QTensor) and "accumulator" not in state):
+            part.copy_(quantized(state.get("accumulator", part), s.grid(part), s.onto, key, random.WEIGHT))
         if new:
             state["version"] = p._version
         return state
@@ -162,15 +163,16 @@ class SGLD(Optimizer):
 
     def _step_group(self, settings: Settings, params: list[Tensor]) -> None:
         """Step parameters that share settings: plain ones in one operator, packed ones on their codes."""
-        states = [self._begin(p, settings) for p in params]
+        states, parts = [self._begin(p, settings) for p in params], [local(p) for p in params]
         alike: dict[Any, list[int]] = defaultdict(list)
-        for i, p in enumerate(params):
-            alike[p.format if isinstance(p, QTensor) else None].append(i)
+        for i, part in enumerate(parts):
+            alike[part.format if isinstance(part, QTensor) else None].append(i)
         for packed, members in alike.items():
             held = [states[i]["accumulator"] for i in members] if settings.accumulator else []
             chain = (settings.seed, settings.stream)
-            keys = [parameter_key(*chain, states[i]["index"], states[i]["step"] + 1) for i in members]
-            these, gradients = [params[i] for i in members], [cast(Tensor, params[i].grad) for i in members]
+            at = [(states[i]["index"], states[i]["step"] + 1) for i in members]
+            keys = [parameter_key(*chain, *now, shard_of(params[i])) for i, now in zip(members, at, strict=True)]
+            these, gradients = [parts[i] for i in members], [local(cast(Tensor, params[i].grad)) for i in members]
             if packed is not None:
                 update_codes_(cast(list[QTensor], these), held, gradients, settings.update(), keys)
             else:
@@ -186,7 +188,7 @@ class SGLD(Optimizer):
         """Step one parameter whose gradient is ready, and free the gradient."""
         group, i = self._place(p)
         settings = Settings.of(group)
-        check_parameter(p, settings)
+        check_parameter(local(p), settings)
         self._check_gradients([(group, i)])
         self._step_group(settings, [p])
         p.grad = None
@@ -205,7 +207,7 @@ class SGLD(Optimizer):
     def _check_gradients(self, places: list[tuple[dict[str, Any], int]]) -> None:
         """Refuse gradients the step cannot use before anything is changed by it."""
         with_gradient = [(group, i) for group, i in places if group["params"][i].grad is not None]
-        gradients = [cast(Tensor, group["params"][i].grad) for group, i in with_gradient]
+        gradients = [local(cast(Tensor, group["params"][i].grad)) for group, i in with_gradient]
         for g, (group, i) in zip(gradients, with_gradient, strict=True):
             if g.layout != torch.strided or g.is_complex():
                 kind = "complex" if g.is_complex() else "sparse"
@@ -221,7 +223,7 @@ class SGLD(Optimizer):
         """How many weights sit at an end of their format's range, where updates are clipped."""
         count = 0
         for group in self.param_groups:
-            for p in group["params"]:
+            for p in map(local, group["params"]):
                 name = Settings.of(group).update().grid(p)
                 if name is not None:
                     format = parse(name)
@@ -234,9 +236,9 @@ class SGLD(Optimizer):
         params = [p for group in self.param_groups for p in group["params"]]
         held = {p: state_dict["state"].get(i, {}).get("accumulator") for i, p in zip(saved, params, strict=False)}
         for p, accumulator in held.items():
-            if accumulator is not None and accumulator.shape != p.shape:
+            if accumulator is not None and accumulator.shape != local(p).shape:
                 raise ValueError(
-                    f"the saved accumulator has shape {tuple(accumulator.shape)}, its parameter {tuple(p.shape)}"
+                    f"the saved accumulator has shape {tuple(accumulator.shape)}, its parameter {tuple(local(p).shape)}"
                 )
         super().load_state_dict(state_dict)
         for p, accumulator in held.items():
@@ -259,10 +261,10 @@ def _changed(p: Tensor, state: dict[str, Any], s: Update) -> bool:
     Writing raises torch's version counter, but may also have put back what was there, when a checkpoint is loaded. Weights
     rounded from the accumulator are within two gaps of it.
     """
-    name = s.grid(p)
+    name = s.grid(local(p))
     if state.get("version", p._version) == p._version or name is None:
         return False
-    format, weights = parse(name), _values(p).to(ops.working_dtype(p.dtype))
+    format, weights = parse(name), _values(local(p)).to(ops.working_dtype(p.dtype))
     distance = (weights - state["accumulator"].clamp(format.low, format.high)).abs()
     return bool((distance > 2 * format.gap(weights)).any())
 

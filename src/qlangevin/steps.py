@@ -20,12 +20,22 @@ import torch
 from torch import Tensor
 
 from . import native, ops, random
-from .formats import BF16, FP16, FP32
+from .formats import BF16, FP16, FP32, BlockFloat
 from .ops import Algorithm, Rounding
 from .qtensor import QTensor
 from .random import Key
 
-__all__ = ["Update", "parameter_key", "quantized", "sgld_op", "update", "update_codes_"]
+__all__ = [
+    "Update",
+    "check_shard",
+    "local",
+    "parameter_key",
+    "quantized",
+    "sgld_op",
+    "shard_of",
+    "update",
+    "update_codes_",
+]
 
 
 @dataclass(frozen=True)
@@ -60,13 +70,46 @@ class Update:
 
 
 @lru_cache(maxsize=65536)
-def _stream(seed: int, stream: int, index: int) -> int:
-    return Key(seed, stream).fold(index).stream
+def _stream(seed: int, stream: int, index: int, shard: tuple[int, ...]) -> int:
+    key = Key(seed, stream)
+    for place in (index, *shard):
+        key = key.fold(place)
+    return key.stream
 
 
-def parameter_key(seed: int, stream: int, index: int, step: int) -> Key:
-    """The random bits of one parameter of a chain at one step: each has a stream of its own, derived from the chain's."""
-    return Key(seed, _stream(seed, stream, index), step)
+def parameter_key(seed: int, stream: int, index: int, step: int, shard: tuple[int, ...] = ()) -> Key:
+    """The random bits of one parameter of a chain at one step: each has a stream of its own, derived from the chain's.
+
+    So has each shard of it, derived from the parameter's.
+    """
+    return Key(seed, _stream(seed, stream, index, shard), step)
+
+
+def local(t: Tensor) -> Tensor:
+    """The part of a tensor that this process holds: its shard of a DTensor, all of any other."""
+    return cast(Tensor, getattr(t, "_local_tensor", t))  # to_local() gives a new tensor where gradients are kept
+
+
+def shard_of(t: Tensor) -> tuple[int, ...]:
+    """Which shard of a tensor this process holds; () if it holds all of it. Replicas of one shard say the same."""
+    if local(t) is t:
+        return ()
+    mesh, placements = cast(Any, t).device_mesh, cast(Any, t).placements
+    places = zip(mesh.get_coordinate(), mesh.shape, placements, strict=True)
+    return tuple(at for at, size, placement in places if size > 1 and not placement.is_replicate())
+
+
+def check_shard(t: Tensor, format: str | None) -> None:
+    """Refuse a shard that ends in the middle of a block: nobody would know the block's exponent."""
+    parsed = ops.parse(format) if format else None
+    if not isinstance(parsed, BlockFloat) or not shard_of(t):
+        return
+    by_rows = all(p.is_replicate() or getattr(p, "dim", None) == 0 for p in cast(Any, t).placements)
+    if parsed.block == "tensor" or t.dim() < 2 or not by_rows:
+        raise ValueError(
+            f"its shards cut through blocks of {parsed}; qlangevin.sharding.shard(model, weights={str(parsed)!r}) leaves vectors "
+            "whole, and the blocks of a matrix must be rows ('bfp8') or parts of them ('bfp8/32')"
+        )
 
 
 def quantized(x: Tensor, format: str | None, rounding: str, key: Key, purpose: int) -> Tensor:

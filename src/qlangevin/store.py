@@ -65,7 +65,7 @@ class SampleStore(Samples):
             schedule: its settings are noted.
             resume: go on with the store that is there, if it is of the same model, sampler and schedule.
         """
-        path, settings = Path(path), settings_of(sampler, schedule)
+        path, settings = Path(path), settings_of(sampler, schedule, contents.ranks_of(model))
         tensors = contents.describe(contents.named_tensors(model), sampler)
         new = Manifest(__version__, tensors, settings)
         if path.exists() and not path.is_dir():
@@ -109,8 +109,7 @@ class SampleStore(Samples):
             odd = [n for n in names if old.tensors.get(n) != new.tensors.get(n)]
             pairs = "; ".join(f"{n!r} is {old.tensors.get(n)} there, now {new.tensors.get(n)}" for n in odd[:5])
             raise ValueError(f"the store in {path} is of another model or sampler: {pairs}")
-        if old.settings != new.settings:
-            odd = differences(old.settings, new.settings)
+        if odd := differences({"ranks": 1, **old.settings}, {"ranks": 1, **new.settings}):
             raise ValueError(f"the store in {path} was begun with other settings: {'; '.join(odd)}")
         return store
 

@@ -24,14 +24,24 @@ from torch._C._distributed_c10d import GradBucket
 from torch.optim import Optimizer
 
 from . import ops, random
-from .codes import encode_op, values_of
+from .codes import DTYPES, encode_op, values_of
 from .formats import FP32, BlockFloat, Format, parse
 from .ranks import lost
 from .steps import parameter_key
 
-__all__ = ["Wire"]
+__all__ = ["Wire", "check_carried"]
 
 OWNERS = 1 << 32  # where the streams of those who add up begin; those of the ranks that send are counted from 1
+
+
+def check_carried(format: str | Format) -> Format:
+    """The format, if gradients can travel in it: one that can be cut anywhere between groups."""
+    parsed = parse(format)
+    if parsed != FP32 and not (isinstance(parsed, BlockFloat) and isinstance(parsed.block, int)):
+        raise ValueError(
+            f"gradients travel in block floating point with groups of a given size, such as bfp8/64, or in fp32, not in {parsed}"
+        )
+    return parsed
 
 
 class Wire:
@@ -44,25 +54,20 @@ class Wire:
     """
 
     def __init__(self, sampler: Optimizer, format: str | Format = "bfp8/64", group: Any = None) -> None:
-        self.format, self.group, self.sampler = parse(format), group, sampler
-        if self.format != FP32 and not (isinstance(self.format, BlockFloat) and isinstance(self.format.block, int)):
-            raise ValueError(
-                f"gradients travel in block floating point with groups of a given size, such as bfp8/64, or in fp32, "
-                f"not in {self.format}"
-            )
+        self.format, self.group, self.sampler = check_carried(format), group, sampler
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.sent = 0  # bytes this rank has sent to others
         self._pending: list[_Bucket] = []
-        self._chains = {p: (g["seed"], g["stream"]) for g in sampler.param_groups for p in g["params"]}
+        self._groups = {p: i for i, g in enumerate(sampler.param_groups) for p in g["params"]}
 
     # Torch looks at the annotations of a hook: in this file they are evaluated.
     def hook(self, state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """Send what is ready; add up when everything has been sent, so that backward goes on meanwhile."""
-        new = _Bucket(self, bucket)
-        self._pending.append(new)
-        if bucket.is_last():
-            pending, self._pending = self._pending, []
-            with lost("while gradients were added up"):
+        with lost("while gradients were added up"):
+            new = _Bucket(self, bucket)
+            self._pending.append(new)
+            if bucket.is_last():
+                pending, self._pending = self._pending, []
                 for one in pending:
                     one.reduce()
                 for one in pending:
@@ -84,8 +89,8 @@ class Wire:
 
     def key(self, p: Tensor, stream: int) -> random.Key:
         """The random bits of one sender for one parameter in the step to come."""
-        state = self.sampler.state[p]
-        return parameter_key(*self._chains[p], state["index"], state["step"] + 1).fold(stream)
+        state, group = self.sampler.state[p], self.sampler.param_groups[self._groups[p]]
+        return parameter_key(group["seed"], group["stream"], state["index"], state["step"] + 1).fold(stream)
 
     def rounded(self, g: Tensor, key: random.Key) -> tuple[Tensor, Tensor]:
         """(codes, exponents) of a flat gradient, as bytes."""
@@ -99,14 +104,8 @@ class Wire:
         """A flat gradient from its bytes."""
         if self.format == FP32:
             return codes.clone().view(torch.float32)
-        dtype = (
-            torch.int8
-            if self.format.storage_bits <= 8
-            else torch.int16
-            if self.format.storage_bits == 16
-            else torch.int32
-        )
-        return values_of(codes.clone().view(dtype), exponents.view(torch.int8), self.format)
+        codes = codes.clone().view(DTYPES[self.format.storage_bits])  # a copy begins where a number may
+        return values_of(codes, exponents.view(torch.int8), self.format)
 
     @property
     def width(self) -> int:
@@ -174,13 +173,16 @@ class _Bucket:
         sent = [message.parts(part) for part in self.received.chunk(wire.size)] if message.nbytes else []
         out = torch.empty(message.nbytes, dtype=torch.uint8, device=self.buffer.device)
         for i, (codes, exponents, flag) in enumerate(message.parts(out)):
+            finite = all(bool(part[i][2].all()) for part in sent)
             if codes.numel():
                 mean = reduce(torch.add, (wire.values(*part[i][:2]) for part in sent)) / wire.size
+                if wire.format != FP32:
+                    mean, bounded = _finite(mean)  # a sum of numbers may be too large for one
+                    finite &= bounded
                 rounded = wire.rounded(mean, wire.key(self.parameters[i], OWNERS + wire.rank))
                 codes.copy_(rounded[0])
                 exponents.copy_(rounded[1])
-            if flag.numel():
-                flag.copy_(torch.stack([part[i][2] for part in sent]).amin(0))
+            flag.fill_(finite)
         sizes = [m.nbytes for m in self.messages]
         self.received = out.new_empty(sum(sizes))
         self.work = self._exchange(self.received, out.repeat(wire.size), sizes, [message.nbytes] * wire.size)

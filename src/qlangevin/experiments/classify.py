@@ -3,6 +3,7 @@
 config.json              the configuration (`presets`)
 manifest.json, samples/  the samples (`SampleStore`)
 checkpoint.safetensors   where the run is
+chain-0/, chain-1/, ...  the same three for each of several chains
 result.json              what came out, when it is done
 begin/                   the run whose last weights this one begins with, on ImageNet
 """
@@ -10,188 +11,156 @@ begin/                   the run whose last weights this one begins with, on Ima
 from __future__ import annotations
 
 import json
-import signal
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
-from torch import nn
-from torch.nn.functional import cross_entropy
 
 from .. import files
-from ..checkpoints import load_checkpoint, save_checkpoint
 from ..checks import differences
-from ..formats import parse
-from ..loader import Loader
 from ..lowering import lower
-from ..packing import pack
 from ..posterior import Posterior
-from ..samplers import SGLD
-from ..schedules import Schedule
+from ..ranks import Ranks, agree, gather
+from ..reading import chain_folder, chain_folders
 from ..store import SampleStore
 from ..version import __version__
 from . import data as datasets
+from .chain import ALONE, Run, network, prepare, train
 from .data import Data
-from .machine import environment
+from .machine import cores, environment
 from .presets import Experiment, from_json
 from .scoring import score
+from .workers import Progress, side_by_side
 
-__all__ = [
-    *["CONFIG", "RESULT", "Run", "configuration", "finished", "load", "posterior", "prepare", "read_result", "run"],
-    "train",
-]
+__all__ = ["CONFIG", "RESULT", "configuration", "finished", "load", "posterior", "read_result", "run"]
 
 CONFIG, RESULT, BEGIN = "config.json", "result.json", "begin"
-SECONDS = 20.0  # between checkpoints: so much is computed again after a kill; Ctrl-C loses nothing
 TEST_BATCH = 500
-
-Progress = Callable[[str, float], None]
-
-
-@dataclass(frozen=True)
-class Run:
-    """What is stepped: a model in the method's precision, its sampler, schedule and data."""
-
-    model: nn.Module
-    sampler: SGLD
-    schedule: Schedule
-    loader: Loader
-
-
-def prepare(config: Experiment, data: Data, begin: Path | None = None) -> Run:
-    """All that a run consists of, before its first step. The last sample of the store ``begin`` are the first weights."""
-    how, low = config.how, config.low
-    model = _model(config, data)
-    if begin is not None:
-        SampleStore.open(begin)[-1].load_into(model)
-    lower(model, config.activation_format, config.activation_format, seed=config.seed)
-    if low is not None and parse(low).storage_bits >= 8:  # two codes in a byte take more time than they are worth here
-        pack(model, weights=low, seed=config.seed)
-    sampler = SGLD(
-        model.parameters(),
-        lr=config.first_lr,
-        num_data=len(data.train),
-        temperature=config.temperature if how.noise else 0.0,
-        weight_decay=config.weight_decay,
-        weights=low,
-        gradients=low,
-        accumulator=how.accumulator,
-        rounding=how.rounding,
-        seed=config.seed,
-    )
-    loader = datasets.loader(data.train, config.batch, shuffle=True, seed=config.seed, workers=config.workers)
-    return Run(model, sampler, config.schedule(sampler, config.length_in_epochs * len(loader)), loader)
-
-
-def _model(config: Experiment, data: Data) -> nn.Module:
-    """The network with its first weights, which PyTorch draws; its generator is left as it was."""
-    with torch.random.fork_rng():
-        torch.manual_seed(config.seed)
-        return config.model(data)
 
 
 def run(
-    config: Experiment, folder: Path, data_dir: Path | None = None, progress: Progress = lambda label, share: None
+    config: Experiment,
+    folder: Path,
+    data_dir: Path | None = None,
+    progress: Progress = lambda label, share: None,
+    ranks: Ranks = ALONE,
+    jobs: int = 1,
 ) -> dict[str, Any]:
     """Do the run, or what is left of it, and return its result; ``progress`` is told what runs and what share more is done.
 
-    Raises KeyboardInterrupt after a checkpoint if Ctrl-C was pressed. The same call goes on from there.
+    Several ``ranks`` share the chains: some chains each, or some ranks for each chain. Alone, this process does them ``jobs`` at
+    a time. Raises KeyboardInterrupt after a checkpoint if Ctrl-C was pressed. The same call goes on from there.
     """
-    begun = _begun(config, folder)
-    if (folder / RESULT).exists():
+    begun, done = _begun(config, folder), (folder / RESULT).exists()
+    _check_ranks(config, ranks)
+    if ranks.size > 1:
+        agree({"settings": config.to_json(), "a run in the folder": begun, "a result in it": done}, ranks.group)
+    if done:
         return read_result(folder)
     data = load(config, data_dir)
-    parts, rest = prepare(config, data), 1.0
-    if not begun:  # not before all is known to fit together: else a mistake would occupy the folder
+    samples, rest = prepare(config, data).schedule.samples, 1.0
+    if not begun and ranks.first:  # not before all is known to fit together: else a mistake would occupy the folder
         folder.mkdir(parents=True, exist_ok=True)
         files.write(folder / CONFIG, [json.dumps(config.to_json(), indent=1).encode()])
+    ranks.wait()
     if config.beginning is not None:
         rest = config.length_in_epochs / (config.length_in_epochs + config.epochs)
-        run(config.beginning, folder / BEGIN, data_dir, lambda label, share: progress(label, share * (1 - rest)))
-        parts = prepare(config, data, folder / BEGIN)
+        first: Progress = lambda label, share: progress(label, share * (1 - rest))  # noqa: E731
+        run(config.beginning, folder / BEGIN, data_dir, first, ranks)
     # Backward takes twice as long as forward; samples are only run forward.
-    work = 3 * config.length_in_epochs * len(data.train), parts.schedule.samples * len(data.test)
+    work = 3 * config.chains * config.length_in_epochs * len(data.train), config.chains * samples * len(data.test)
     steps, examples = (rest * part / sum(work) for part in work)
-    seconds = train(parts, folder, lambda label, n: progress(label, n * steps / parts.schedule.total_steps))
-    advance: Progress = lambda label, n: progress(label, n * examples / len(data.test))  # noqa: E731
-    result = _result(config, data, parts, folder, seconds, advance)
-    files.write(folder / RESULT, [json.dumps(result, indent=1, allow_nan=False).encode()])
-    return result
+    became = _chains(config, folder, data_dir, data, lambda label, share: progress(label, share * steps), ranks, jobs)
+    if ranks.first:
+        advance: Progress = lambda label, n: progress(label, n * examples / len(data.test))  # noqa: E731
+        result = _result(config, data, folder, became, ranks, advance)
+        files.write(folder / RESULT, [json.dumps(result, indent=1, allow_nan=False).encode()])
+    ranks.wait()
+    return read_result(folder)
+
+
+def _check_ranks(config: Experiment, ranks: Ranks) -> None:
+    if config.chains % ranks.size and ranks.size % config.chains:
+        raise ValueError(
+            f"--chains {config.chains} cannot be shared evenly by {ranks.size} ranks; take a multiple or a divisor of that"
+        )
+    if config.wire and ranks.size <= config.chains:
+        raise ValueError("--wire is for chains that several ranks step together; start more ranks, with torchrun")
+
+
+def _chains(
+    config: Experiment, folder: Path, data_dir: Path | None, data: Data, progress: Progress, ranks: Ranks, jobs: int
+) -> dict[int, dict[str, Any]]:
+    """Do all chains of a run, or what is left of them, and say of each what `_chain` says."""
+    if ranks.size == 1 and min(config.chains, jobs) > 1:
+        return _side_by_side(config, folder, data_dir, progress, jobs)
+    team, mine = ALONE, range(ranks.rank, config.chains, ranks.size)
+    if ranks.size > config.chains:
+        team = ranks.split(config.chains)
+        mine = range(team.part, team.part + 1)
+    share: Progress = lambda label, done: progress(label, done / len(mine))  # noqa: E731
+    became = {chain: _chain(config, folder, data_dir, chain, data, team, share) for chain in mine}
+    everywhere = gather(became, ranks.group) if ranks.size > 1 else [became]
+    return {int(chain): about for found in everywhere for chain, about in found.items()}
+
+
+def _side_by_side(
+    config: Experiment, folder: Path, data_dir: Path | None, progress: Progress, jobs: int
+) -> dict[int, dict[str, Any]]:
+    """Chains in processes of their own, which do not know of one another."""
+    count = min(jobs, config.chains)
+    arguments = [(config, folder, data_dir, chain, None, ALONE) for chain in range(config.chains)]
+    progress("chains", 0.0)
+    told = lambda i, label, share, ended: progress(f"{ended}/{config.chains} chains", share / config.chains)  # noqa: E731
+    became = side_by_side(_chain, arguments, count, max(1, cores() // count), told)
+    lost = "its process died"
+    errors = {i: became[i].error if i in became else lost for i in range(config.chains)}
+    if wrong := [f"chain {i}: {error}" for i, error in errors.items() if error]:
+        raise RuntimeError(f"{'; '.join(wrong)}; what is stored is safe, and the same command goes on")
+    return {i: outcome.value for i, outcome in became.items()}
+
+
+def _chain(
+    config: Experiment,
+    folder: Path,
+    data_dir: Path | None,
+    chain: int,
+    data: Data | None,
+    ranks: Ranks,
+    progress: Progress,
+) -> dict[str, Any]:
+    """One chain, or what is left of it: its steps, the seconds they took, and the bytes it held."""
+    data = data or load(config, data_dir)
+    parts = prepare(config, data, folder / BEGIN if config.beginning else None, chain, ranks)
+    place = chain_folder(folder, chain) if config.chains > 1 else folder
+    silent: Progress = lambda label, share: None  # noqa: E731
+    told = progress if ranks.first else silent
+    seconds = train(parts, place, lambda label, n: told(label, n / parts.schedule.total_steps))
+    return {"steps": parts.schedule.total_steps, "seconds": seconds, "bytes": _bytes_held(parts)}
 
 
 def load(config: Experiment, data_dir: Path | None) -> Data:
     return datasets.load(config.data, data_dir, **config.load_options())
 
 
-def train(parts: Run, folder: Path, progress: Progress) -> float:
-    """The steps that are left; returns the seconds that all of them took, those before an interruption included."""
-    model, sampler, schedule, loader = parts.model, parts.sampler, parts.schedule, parts.loader
-    with SampleStore.create(folder, model, sampler, schedule, resume=True) as store, _patient() as interrupted:
-        whole = (folder, model, sampler, schedule, loader, store)
-        before = float(load_checkpoint(*whole, missing_ok=True).get("seconds", 0.0))
-        progress("training", loader.steps)
-        began = saved = time.monotonic()
-        for x, y in loader.until(schedule.total_steps):
-            sampler.zero_grad()
-            cross_entropy(model(x), y).backward()
-            sampler.step()
-            schedule.step()
-            if schedule.collect:
-                store.append(model)
-            progress("training", 1)
-            now = time.monotonic()
-            if now - saved > SECONDS or interrupted():
-                save_checkpoint(*whole, seconds=before + now - began)
-                saved = time.monotonic()
-            if interrupted():
-                raise KeyboardInterrupt
-        seconds = before + time.monotonic() - began
-        save_checkpoint(*whole, seconds=seconds)  # what follows may be interrupted, too
-        if interrupted():
-            raise KeyboardInterrupt
-        return seconds
-
-
-@contextmanager
-def _patient() -> Iterator[Callable[[], bool]]:
-    """Ctrl-C waits for the step to end; the function says whether it has been pressed. A second one does not wait."""
-    pressed = threading.Event()
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        if pressed.is_set():
-            raise KeyboardInterrupt
-        pressed.set()
-
-    if threading.current_thread() is not threading.main_thread():  # where Python does not allow it, nobody presses
-        yield pressed.is_set
-        return
-    old = signal.signal(signal.SIGINT, handle)
-    try:
-        yield pressed.is_set
-    finally:
-        signal.signal(signal.SIGINT, old)
-
-
 def posterior(config: Experiment, data: Data, *folders: Path) -> Posterior:
-    """The average over the samples of a run, or of several."""
-    model = _model(config, data)
+    """The average over the samples of all chains of a run, or of several."""
+    model = network(config, data)
     lower(model, config.activation_format, config.activation_format)
     return Posterior.open(folders, model)
 
 
 def _result(
-    config: Experiment, data: Data, parts: Run, folder: Path, seconds: float, progress: Progress
+    config: Experiment, data: Data, folder: Path, became: dict[int, dict[str, Any]], ranks: Ranks, progress: Progress
 ) -> dict[str, Any]:
     began, average = time.monotonic(), posterior(config, data, folder)
     scored = score(average, datasets.loader(data.test, TEST_BATCH, shuffle=False, workers=config.workers), progress)
-    store, weights = SampleStore.open(folder), sum(p.numel() for p in parts.model.parameters())
+    stores = [SampleStore.open(place) for place in chain_folders(folder)]
+    weights = sum(p.numel() for p in average.model.parameters())
+    stored = sum(store.nbytes for store in stores) / len(average)
     return {
         "experiment": config.name,
         "version": __version__,
@@ -200,12 +169,16 @@ def _result(
         "scaled": config.scaled,
         "environment": environment(),
         "data": {"name": data.name, "train": len(data.train), "test": len(data.test), "note": data.note},
-        "model": {"name": type(parts.model).__name__, "weights": weights},
+        "model": {"name": type(average.model).__name__, "weights": weights},
         **scored,
-        "memory": {"training": _bytes_held(parts) / weights, "sample": store.nbytes / len(store) / weights},
-        "steps": parts.schedule.total_steps,
-        "samples": len(store),
-        "seconds": {"train": seconds, "evaluate": time.monotonic() - began},
+        "memory": {"training": became[0]["bytes"] / weights, "sample": stored / weights},
+        "steps": became[0]["steps"],
+        "samples": len(average),
+        "ranks": max(1, ranks.size // config.chains),  # a chain
+        "seconds": {
+            "train": max(about["seconds"] for about in became.values()),  # the chains are independent
+            "evaluate": time.monotonic() - began,
+        },
         "finished": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
 

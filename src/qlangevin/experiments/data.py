@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
-from typing import Literal, NamedTuple, TypeAlias, get_args
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import torch
 
@@ -132,14 +132,10 @@ def load(
     return _limited(data, limit_train, limit_test)
 
 
-def loader(
-    examples: Examples, batch_size: int, *, shuffle: bool, seed: int = 0, drop_last: bool = False, workers: int = 0
-) -> Loader:
-    """Batches of examples, each looked up as a whole."""
+def loader(examples: Examples, batch_size: int, *, shuffle: bool, workers: int = 0, **options: Any) -> Loader:
+    """Batches of examples, each looked up as a whole; the other options are those of `Loader`."""
     workers = whole("workers", workers, 0)
-    return Loader(
-        examples, batch_size, shuffle=shuffle, seed=seed, drop_last=drop_last, num_workers=workers, collate_fn=as_it_is
-    )
+    return Loader(examples, batch_size, shuffle=shuffle, num_workers=workers, collate_fn=as_it_is, **options)
 
 
 def _limited(data: Data, limit_train: int | None, limit_test: int | None) -> Data:

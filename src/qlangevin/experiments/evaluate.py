@@ -7,16 +7,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from .. import metrics
 from ..posterior import Posterior
+from ..reading import chain_folders
 from ..store import SampleStore
 from . import classify
 from . import data as datasets
 from .data import Examples, Name
 from .presets import Experiment
-from .scoring import convergence, score
+from .scoring import score
 
 __all__ = ["evaluate"]
 
@@ -33,7 +32,7 @@ def evaluate(
     if limit_test is not None:
         config = replace(config, limit_test=limit_test)
     for folder in folders:
-        if len(SampleStore.open(folder)) == 0:
+        if not all(len(SampleStore.open(place)) for place in chain_folders(folder)):
             raise ValueError(f"the run in {folder} has no samples yet")
     data = classify.load(config, data_dir)
     average = classify.posterior(config, data, *folders)
@@ -46,7 +45,6 @@ def evaluate(
         "settings": config.to_json(),
         "samples": len(average),
         **found,
-        **_over_chains(average, found["trace"]["log_likelihood"]),
         "ood": None if ood is None else _against(average, data.test, config, ood, data_dir),
     }
 
@@ -56,15 +54,6 @@ def _common(configs: Sequence[Experiment], folders: Sequence[Path]) -> Experimen
         if replace(config, seed=configs[0].seed) != configs[0]:
             raise ValueError(f"{folder} and {folders[0]} differ in more than the seed, and cannot be averaged")
     return configs[0]
-
-
-def _over_chains(average: Posterior, log_likelihood: list[float]) -> dict[str, Any]:
-    """R-hat and effective sample size over several chains, as long as the shortest; of one they are known already."""
-    lengths = [len(chain) for chain in average.chains]
-    if len(lengths) < 2:
-        return {}
-    chains = torch.tensor(log_likelihood).split(lengths)
-    return convergence(torch.stack([chain[-min(lengths) :] for chain in chains]))
 
 
 def _against(

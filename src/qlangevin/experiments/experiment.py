@@ -16,6 +16,7 @@ from ..checks import fraction, number, whole
 from ..formats import BlockFloat, parse
 from ..random import Key
 from ..schedules import ConstantLR, CyclicalLR, LinearDecayLR, Schedule, StepDecayLR
+from ..wire import check_carried
 from .data import Data, Name
 from .methods import METHODS, Method, MethodName
 
@@ -62,6 +63,10 @@ class Experiment(ABC):
     """Test with the first examples only."""
     workers: int = 0
     """Processes that prepare batches."""
+    chains: int = 1
+    """Independent chains, averaged over together; side by side, or shared by the ranks of torchrun."""
+    wire: str | None = None
+    """Format of gradients between ranks of one chain, such as bfp8/64, which is then Q_G; full precision by default."""
 
     name: ClassVar[str]
     data: ClassVar[Name]
@@ -82,6 +87,8 @@ class Experiment(ABC):
         for name in ("limit_train", "limit_test"):
             if getattr(self, name) is not None:
                 whole(name, getattr(self, name), 1)
+        if self.wire is not None:
+            object.__setattr__(self, "wire", str(check_carried(self.wire)))
         whole("workers", self.workers, 0)
         number("lr", self.lr)
         number("weight_decay", self.weight_decay)
@@ -147,7 +154,7 @@ class Experiment(ABC):
     def _changed(self) -> dict[str, tuple[Any, Any]]:
         """(here, in the paper) for each setting that differs, besides those that say which run it is."""
         own = {f.name: f.default for f in fields(self)}
-        left_out = ("method", "format", "activations", "seed", "workers")
+        left_out = ("method", "format", "activations", "seed", "workers", "chains", "wire")
         here = {name: value for name, value in asdict(self).items() if name not in left_out}
         return {name: (value, own[name]) for name, value in here.items() if value != own[name]}
 
@@ -165,6 +172,8 @@ class Experiment(ABC):
         given = {"method": self.method, "format": self.format, "seed": self.seed}
         given |= {} if self.activations == "auto" else {"activations": self.activations}
         given |= {name: here for name, (here, _) in self._changed().items()}
+        given |= {"chains": self.chains} if self.chains > 1 else {}
+        given |= {"wire": self.wire} if self.wire else {}
         options = (f"--{name.replace('_', '-')} {value}" for name, value in given.items())
         return f"qlangevin run {self.name} {' '.join(options)}"
 
@@ -174,4 +183,5 @@ class Experiment(ABC):
     @property
     def run_name(self) -> str:
         """A name for the folder of the run."""
-        return f"{self.method}-{self.format}-seed{self.seed}".replace("/", "_")
+        chains = f"-chains{self.chains}" if self.chains > 1 else ""
+        return f"{self.method}-{self.format}-seed{self.seed}{chains}".replace("/", "_")

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -29,6 +29,7 @@ from .. import random, theory
 from ..formats import FP32, FixedPoint, Format, parse
 from ..ops import corrected, quantize
 from ..random import Key
+from ..ranks import Ranks, agree, gather
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -37,6 +38,7 @@ __all__ = ["METHODS", "Result", "Row", "Settings", "draw", "run"]
 
 RECORDS = 200  # times each chain is looked at; between them it forgets little, so that more would tell little
 MAX_STEPS = 10**8
+ALONE = Ranks()
 
 Step: TypeAlias = Callable[[Tensor, float, Tensor, Format, Key], Tensor]  # (θ, α, 2α, format, key) -> θ'
 Exact: TypeAlias = tuple[float | None, float | None]  # variance and W2
@@ -149,23 +151,35 @@ class Result:
     shares: tuple[Tensor, ...]
 
 
-def run(settings: Settings, progress: Callable[[str, int], None] = lambda label, steps: None) -> Result:
-    """Sample all methods at all stepsizes. ``progress`` is told what runs, and how many steps more are done."""
+def run(
+    settings: Settings,
+    progress: Callable[[str, int], None] = lambda label, steps: None,
+    ranks: Ranks = ALONE,
+) -> Result:
+    """Sample all methods at all stepsizes. ``progress`` is told what runs, and how many steps more are done.
+
+    Several ranks take turns: each does some of the rows, and has all of them in the end. The numbers are the same.
+    """
     points = theory.grid(settings.format)
-    rows: list[Row] = []
-    shares: list[Tensor] = []
     # The first call of an operator takes a second, which is not the sampler's.
     quantize(torch.zeros(1), settings.format)
-    for alpha in settings.stepsizes:
-        for name in METHODS:
-            key = Key(settings.seed).fold(len(rows))
-            known = exact(name, alpha, settings.format)
-            before = time.perf_counter()
-            samples = _sample(name, alpha, settings, key, progress)
-            seconds = time.perf_counter() - before
-            rows.append(_summary(name, alpha, settings, samples, known, seconds))
-            shares.append(_shares(samples, points))
-    return Result(settings, points, tuple(rows), tuple(shares))
+    cases = [(alpha, name) for alpha in settings.stepsizes for name in METHODS]
+    found: dict[int, tuple[Row, Tensor]] = {}
+    if ranks.size > 1:
+        agree({f.name: getattr(settings, f.name) for f in fields(Settings)}, ranks.group)
+    for i in range(ranks.rank, len(cases), ranks.size):
+        alpha, name = cases[i]
+        known = exact(name, alpha, settings.format)
+        before = time.perf_counter()
+        samples = _sample(name, alpha, settings, Key(settings.seed).fold(i), progress)
+        seconds = time.perf_counter() - before
+        found[i] = _summary(name, alpha, settings, samples, known, seconds), _shares(samples, points)
+    if ranks.size > 1:
+        mine = {i: (asdict(row), shares.tolist()) for i, (row, shares) in found.items()}
+        told = {int(i): about for part in gather(mine, ranks.group) for i, about in part.items()}
+        found = {i: (Row(**row), torch.tensor(shares, dtype=torch.float64)) for i, (row, shares) in told.items()}
+    rows, shares = zip(*(found[i] for i in range(len(cases))), strict=True)
+    return Result(settings, points, rows, shares)
 
 
 def _sample(name: str, alpha: float, settings: Settings, key: Key, progress: Callable[[str, int], None]) -> Tensor:

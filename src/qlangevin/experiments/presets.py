@@ -187,7 +187,7 @@ class ImageNet(Experiment):
 
     @property
     def beginning(self) -> Experiment | None:
-        return replace(self, method=self.how.begins) if self.how.noise else None
+        return replace(self, method=self.how.begins, chains=1) if self.how.noise else None
 
     @property
     def length_in_epochs(self) -> int:
@@ -218,7 +218,7 @@ def from_json(saved: Any) -> Experiment:
         raise ValueError(f"this is not the configuration of an experiment; there are {', '.join(EXPERIMENTS)}")
     known = {f.name for f in fields(preset)}
     given = {name: value for name, value in saved.items() if name != "experiment"}
-    if wrong := sorted(given.keys() ^ known):
+    if wrong := sorted((given.keys() ^ known) - {"chains", "wire"}):  # older ones do not have these
         raise ValueError(f"the configuration is of another version of {preset.name}: see {', '.join(wrong)}")
     try:
         return preset(**given)

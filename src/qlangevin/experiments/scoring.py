@@ -22,7 +22,8 @@ def score(posterior: Posterior, batches: Iterable[Batch], progress: Callable[[st
 
     The average of J samples is p(y | x) = 1/J Σ_j p(y | x, θ_j). ``progress`` is told how many examples more are done.
     """
-    average, single, trace = metrics.Scores(), metrics.Scores(), torch.zeros(2, len(posterior), dtype=torch.float64)
+    average, single = (metrics.Scores(sync_on_compute=False) for _ in range(2))  # other ranks do not score
+    trace = torch.zeros(2, len(posterior), dtype=torch.float64)
     top5 = torch.zeros(2, dtype=torch.float64)
     for inputs, labels in batches:
         each = posterior.samples(inputs)
@@ -39,8 +40,13 @@ def score(posterior: Posterior, batches: Iterable[Batch], progress: Callable[[st
         "scores": _figures(average, top5[0]),
         "single": _figures(single, top5[1]),
         "reliability": _bins(average.reliability()),
-        "trace": {"steps": [s.step for s in posterior.members], "log_likelihood": log_likelihood, "error": error},
-        **convergence(torch.tensor(log_likelihood)[None]),
+        "trace": {
+            "steps": [s.step for s in posterior.members],
+            "log_likelihood": log_likelihood,
+            "error": error,
+            "chains": [len(chain) for chain in posterior.chains],
+        },
+        **convergence(_chains(log_likelihood, [len(chain) for chain in posterior.chains])),
     }
 
 
@@ -61,6 +67,11 @@ def _bins(bins: metrics.Reliability) -> dict[str, list[float | None]]:
     named = {"confidence": bins.confidence, "accuracy": bins.accuracy}
     means = {name: [None if e else x for e, x in zip(empty, t.tolist(), strict=True)] for name, t in named.items()}
     return {"edges": bins.edges.tolist(), "counts": bins.count.tolist(), **means}
+
+
+def _chains(values: list[float], lengths: list[int]) -> Tensor:
+    """What belongs to samples, chain after chain, as (chain, draw): of each its last draws, as many as the shortest has."""
+    return torch.stack([chain[-min(lengths) :] for chain in torch.tensor(values).split(lengths)])
 
 
 def convergence(log_likelihood: Tensor) -> dict[str, float | None]:

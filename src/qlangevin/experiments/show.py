@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import json
 import math
+import os
 import re
 import sys
 from collections.abc import Iterable, Sequence
@@ -17,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from .. import theory
+from ..ranks import launched
 from ..version import __version__
 from . import bound, gaussian
 from .machine import environment
@@ -36,6 +38,7 @@ __all__ = [
     "means_table",
     "number",
     "print_json",
+    "rank",
     "result_remarks",
     "scores_table",
     "sentence",
@@ -78,8 +81,14 @@ def sentence(error: BaseException) -> str:
 
 def fail(message: str, code: int) -> int:
     """Say what went wrong, and return the exit code."""
-    print(f"qlangevin: {message}", file=sys.stderr)
+    here = "" if rank() is None else f" (rank {rank()})"
+    print(f"qlangevin{here}: {message}", file=sys.stderr, flush=True)
     return code
+
+
+def rank() -> int | None:
+    """Which of several processes this is, to say who speaks; None if it is the only one."""
+    return int(os.environ["RANK"]) if launched() and os.environ["WORLD_SIZE"] != "1" else None
 
 
 def console() -> Console:

@@ -5,22 +5,14 @@ What is done is skipped, what was interrupted goes on, and what fails does not s
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import queue
-import signal
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
-
-import torch
 
 from . import classify
 from .methods import METHODS, MethodName
 from .presets import Experiment
+from .workers import Progress, side_by_side
 
 __all__ = ["Outcome", "plan", "sweep"]
 
@@ -58,7 +50,7 @@ def sweep(
     data_dir: Path | None,
     jobs: int,
     threads: int,
-    progress: classify.Progress = lambda label, runs: None,
+    progress: Progress = lambda label, runs: None,
 ) -> list[Outcome]:
     """Do the runs in subfolders of ``folder``, ``jobs`` at a time; ``progress`` is told what share of a run more is done.
 
@@ -67,93 +59,21 @@ def sweep(
     """
     folders = [folder / config.run_name for config in configs]
     pairs = list(zip(configs, folders, strict=True))
-    outcomes = {i: Outcome(f) for i, (config, f) in enumerate(pairs) if classify.finished(config, f)}
-    left = [(i, config, f, data_dir) for i, (config, f) in enumerate(pairs) if i not in outcomes]
+    left = [(config, f, data_dir) for config, f in pairs if not classify.finished(config, f)]
     if left:
-        classify.load(left[0][1], data_dir)  # what all of them need: to be missed, or downloaded, once
-    progress("sweep", len(outcomes))
-    context = multiprocessing.get_context("spawn")
-    tasks, news = context.Queue(), context.Queue()
-    workers = [context.Process(target=_work, args=(tasks, news, threads)) for _ in range(min(jobs, len(left)))]
-    for task in (*left, *(None for _ in workers)):
-        tasks.put(task)
-    tasks.cancel_join_thread()  # after Ctrl-C nobody takes the rest
-    try:
-        _start(workers)
-        for kind, i, text, share in _heard(news, workers):
-            if kind == "done":
-                outcomes[i] = Outcome(folders[i], text)
-            progress(f"{len(outcomes)}/{len(configs)} {configs[i].run_name}", share)
-    except BaseException:
-        _stop(workers)
-        raise
+        classify.load(left[0][0], data_dir)  # what all of them need: to be missed, or downloaded, once
+    done = len(pairs) - len(left)
+    progress("sweep", done)
+
+    def told(i: int, label: str, share: float, ended: int) -> None:
+        progress(f"{done + ended}/{len(configs)} {left[i][0].run_name}", share)
+
+    became = side_by_side(_run, left, jobs, threads, told)
+    errors = {left[i][1]: outcome.error for i, outcome in became.items()}
     lost = "its process died; run the same command again"
-    return [outcomes.get(i) or Outcome(f, None if classify.finished(c, f) else lost) for i, (c, f) in enumerate(pairs)]
+    return [Outcome(f, errors.get(f, None if classify.finished(c, f) else lost)) for c, f in pairs]
 
 
-def _start(workers: Sequence[BaseProcess]) -> None:
-    """Ctrl-C is held back from a worker until it is ready: to import PyTorch takes it seconds."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        for worker in workers:
-            worker.start()
-    finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-
-
-def _heard(news: Any, workers: Sequence[BaseProcess]) -> Iterator[Any]:
-    """What the workers tell until all of them have ended."""
-    while True:
-        alive = any(worker.is_alive() for worker in workers)  # asked before: what is told last is heard
-        try:
-            yield news.get(timeout=0.2)
-        except queue.Empty:
-            if not alive:
-                return
-
-
-def _stop(workers: Sequence[BaseProcess]) -> None:
-    """Interrupt the workers once each, and wait until they have saved where they are."""
-    begun = [(worker, worker.pid) for worker in workers if worker.pid is not None]
-    for worker, process in begun:
-        if worker.is_alive():
-            os.kill(process, signal.SIGINT)
-    for worker, _ in begun:
-        worker.join(60)
-        worker.kill()
-
-
-def _work(tasks: Any, news: Any, threads: int) -> None:
-    """A process that does one run after the other."""
-    os.setpgrp()  # the terminal's Ctrl-C goes to the parent, which passes it on once: a second would not wait
-    torch.set_num_threads(threads)
-    try:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-        while (task := tasks.get()) is not None:
-            i, config, folder, data_dir = task
-            reporter = _Reporter(news, i)
-            try:
-                classify.run(config, folder, data_dir, reporter)
-                error = None
-            except Exception as failure:
-                error = f"{type(failure).__name__}: {failure}"
-            news.put(("done", i, error, 1.0 - reporter.told))
-    except KeyboardInterrupt:
-        return
-
-
-class _Reporter:
-    """Passes progress on to the parent, twice a second; ends the process when there is no parent any more."""
-
-    def __init__(self, news: Any, i: int) -> None:
-        self.news, self.i, self.told, self.pending, self.last = news, i, 0.0, 0.0, time.monotonic()
-
-    def __call__(self, label: str, share: float) -> None:
-        self.pending += share
-        if time.monotonic() - self.last < 0.5:
-            return
-        parent = multiprocessing.parent_process()
-        if parent is not None and not parent.is_alive():
-            raise KeyboardInterrupt
-        self.news.put(("share", self.i, label, self.pending))
-        self.told, self.pending, self.last = self.told + self.pending, 0.0, time.monotonic()
+def _run(config: Experiment, folder: Path, data_dir: Path | None, progress: Progress) -> None:
+    """One run, its chains one after the other: the processors have other runs to do."""
+    classify.run(config, folder, data_dir, progress)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from .looks import FRAME, label, look, styled, window
-from .results import Result
+from .results import Result, chains_of
 from .summary import SCORES, Cell, Cells, Estimate, Score, method_name, score, scores, sweep
 
 if TYPE_CHECKING:
@@ -238,14 +239,13 @@ def _pooled(runs: Sequence[Result]) -> list[list[tuple[float, float, float]]]:
 
 @styled
 def trace(cells: Cells) -> Figure:
-    """Mean test log-likelihood of each stored sample, a panel for each cell, a line for each run."""
+    """Mean test log-likelihood of each stored sample, a panel for each cell, a line for each chain of each run."""
     figure, axes = _grid(len(cells), 1.6, sharex=True)
     levels = {cell: [v for run in runs for v in run["trace"]["log_likelihood"]] for cell, runs in cells.items()}
     low, high = window([-v for values in levels.values() for v in values] or [0.0])
     for ax, (cell, runs) in zip(axes, cells.items(), strict=True):
         colour = look(cell[0]).colour
-        for i, run in enumerate(runs):
-            x, y = run["trace"]["steps"], run["trace"]["log_likelihood"]
+        for i, (x, y) in enumerate(line for run in runs for line in _chains(run)):
             ax.plot(
                 x,
                 y,
@@ -269,11 +269,20 @@ def trace(cells: Cells) -> Figure:
     return figure
 
 
+def _chains(run: Result) -> Iterator[tuple[list[int], list[float]]]:
+    """The trace of each chain."""
+    ends = list(accumulate(chains_of(run), initial=0))
+    for begin, end in pairwise(ends):
+        yield run["trace"]["steps"][begin:end], run["trace"]["log_likelihood"][begin:end]
+
+
 def _convergence(runs: Sequence[Result]) -> str:
     """R-hat and the effective sample size, the worst of the runs."""
     r_hat = [run["r_hat"] for run in runs if run.get("r_hat") is not None]
     ess = [run["ess"] for run in runs if run.get("ess") is not None]
     if max(run["samples"] for run in runs) == 1:
         return "a single sample"
-    parts = [f"R-hat {max(r_hat):.2f}"] if r_hat else ["R-hat not known"]
+    chains = max(len(chains_of(run)) for run in runs)
+    over = f" of {chains} chains" if chains > 1 else ""
+    parts = [f"R-hat{over} {max(r_hat):.2f}"] if r_hat else ["R-hat not known"]
     return ", ".join([*parts, *([f"ESS {min(ess):.0f}"] if ess else [])])

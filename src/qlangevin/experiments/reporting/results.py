@@ -13,12 +13,13 @@ from typing import Any, TypeAlias
 
 from ...files import parse_json, read
 
-__all__ = ["RESULT", "Result", "checked", "load", "unique"]
+__all__ = ["RESULT", "Result", "chains_of", "checked", "load", "unique"]
 
 RESULT = "result.json"
 LARGE = 1e300  # beyond it sums are no numbers any more
 LIMIT = 1_000_000_000  # bytes of a collection
 INCIDENTAL = ("seed", "workers")  # settings in which runs that are averaged may differ
+LATER = {"chains": 1, "wire": None}  # settings that older results do not have, and what they were
 
 Result: TypeAlias = dict[str, Any]
 Test: TypeAlias = Callable[[Any], bool]
@@ -88,6 +89,7 @@ OPTIONAL: dict[str, tuple[Test, str]] = {
     **dict.fromkeys(("single.error", "single.ece", "single.top5"), SHARE),
     **dict.fromkeys(("single.nll", "single.brier"), AMOUNT),
     "trace.error": (_list(_share), "a list of fractions"),
+    "trace.chains": (_list(_whole), "a list of integers that are not negative"),
 }
 
 
@@ -103,7 +105,7 @@ def unique(results: Iterable[Result]) -> list[Result]:
     """Without those that are of the same experiment and settings as another: the one that was finished last is kept."""
     newest: dict[str, Result] = {}
     for result in results:
-        settings = {name: value for name, value in result["settings"].items() if name != "workers"}
+        settings = {name: value for name, value in (LATER | result["settings"]).items() if name != "workers"}
         name = repr((result["experiment"], _sorted(settings)))
         if name not in newest or result["finished"] > newest[name]["finished"]:
             newest[name] = result
@@ -184,4 +186,12 @@ def _inconsistent(result: Result) -> str | None:
             return f"reliability has a bin of {count} predictions without confidence or accuracy"
     if len(trace["steps"]) != len(trace["log_likelihood"]):
         return f"trace has {len(trace['steps'])} steps and {len(trace['log_likelihood'])} log-likelihoods"
+    if sum(chains := chains_of(result)) != len(trace["steps"]):
+        return f"trace has {len(trace['steps'])} steps, but chains of {chains}"
     return None
+
+
+def chains_of(result: Result) -> list[int]:
+    """How many samples of each chain a trace has, one chain after the other."""
+    trace = result["trace"]
+    return list(trace.get("chains") or [len(trace["steps"])])

@@ -54,9 +54,10 @@ CALIBRATION = (
     "far from the line is few predictions. The ECE is the mean distance to the line."
 )
 CHAINS = (
-    "The mean log-likelihood of the test set under each stored sample alone, a line for each seed. A chain that has arrived "
+    "The mean log-likelihood of the test set under each stored sample alone, a line for each chain. A chain that has arrived "
     "wanders around one level; a slope means that it was still on its way. R-hat near 1 says the same in a number (the worst "
-    "of the seeds); ESS is how many independent samples the chain is worth. Panels share a scale unless they say otherwise."
+    "of the seeds), and of several chains that they agree; ESS is how many independent samples they are worth. Panels share "
+    "a scale unless they say otherwise."
 )
 BESIDE = (
     "Each column is one of our experiments, and beside it what the paper printed. A dash is a row of the paper for which there "

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from ..methods import METHODS
 from .paper import FAMILIES, ROWS, TITLES
-from .results import INCIDENTAL, Result
+from .results import INCIDENTAL, LATER, Result
 
 __all__ = [
     "SCORES", "Cell", "Cells", "Estimate", "Score", "by_cell", "by_experiment", "estimate", "family", "fractional_bits",
@@ -182,4 +182,4 @@ def mixtures(cells: Cells) -> list[str]:
 
 
 def _values(settings: Sequence[Mapping[str, Any]], name: str) -> list[str]:
-    return list(dict.fromkeys(str(s.get(name, "absent")) for s in settings))
+    return list(dict.fromkeys(str(s.get(name, LATER.get(name, "absent"))) for s in settings))
