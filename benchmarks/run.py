@@ -19,10 +19,12 @@ from rich.table import Table
 
 from qlangevin import native
 
-from . import agreement, averaging, coarsening, memory, quantizers, rivals, steps, storage, training, whole
+from . import agreement, averaging, coarsening, memory, quantizers, rivals, scaling, steps, storage, training, whole
 from .timing import Row, machine
 
-Part = Literal["steps", "quantizers", "training", "memory", "storage", "averaging", "whole", "agreement", "coarsening"]
+Part = Literal[
+    "steps", "quantizers", "training", "memory", "storage", "averaging", "whole", "scaling", "agreement", "coarsening"
+]
 PARTS: tuple[Part, ...] = get_args(Part)
 
 
@@ -101,6 +103,8 @@ def timings(options: Options, qtorch: ModuleType | None, console: Console) -> li
             rows += averaging.run(60 * scale, options.quick)
         elif part == "whole":
             rows += whole.run(2 if options.quick else 7)
+        elif part == "scaling":
+            rows += scaling.run(240 * scale, options.quick)
     for group in dict.fromkeys(row.group for row in rows):
         console.print(timing_table(group, [row for row in rows if row.group == group]))
     return rows

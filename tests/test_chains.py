@@ -64,7 +64,7 @@ def run_there(ranks: Ranks, settings: dict[str, Any], folder: str, dies: int | N
         return losses[-1]
 
     chain.SECONDS = 0.0  # a checkpoint after every step
-    chain.cross_entropy = fatal  # type: ignore[assignment]
+    vars(chain)["cross_entropy"] = fatal
     result = run(from_json(settings), Path(folder), None, lambda label, share: shares.append(share), ranks)
     return [{name: value for name, value in result.items() if name not in ("seconds", "finished")}, sum(shares)]
 

@@ -19,8 +19,8 @@ is 4 N more, in shards 4 N/R. Every hundred steps replicas compare 16 bytes a te
     network     sent / network + messages · latency
     step        compute + rounding + the network's time that is not hidden behind compute
 
-What is left out: activations, unless given; uneven shards, and vectors, which shards keep whole; buffers; several passes a step, for
-each of which shards send; ranks that wait for the slowest, or share a processor or a cable; loading of data.
+What is left out: activations, unless given; uneven shards, and vectors, which shards keep whole; buffers; several passes a step,
+for each of which shards send; ranks that wait for the slowest, or share a processor or a cable; loading of data.
 """
 
 from __future__ import annotations

@@ -40,13 +40,14 @@ class MissingRankError(ConnectionError):
 class Ranks:
     """This process among those that work together: ``rank`` of ``size``, in a group of theirs.
 
-    Alone, there is no group. ``part`` is which of several such groups it is.
+    Alone, there is no group. ``part`` is which of several such groups it is, ``timeout`` how many seconds one may be late.
     """
 
     rank: int = 0
     size: int = 1
     group: Any = None
     part: int = 0
+    timeout: float = 1800.0
 
     @property
     def first(self) -> bool:
@@ -63,8 +64,9 @@ class Ranks:
         members = dist.get_process_group_ranks(self.group)
         part = self.rank // size
         mine = members[part * size : (part + 1) * size]
-        group = dist.new_group(mine, use_local_synchronization=True)  # ranks outside of this group know nothing of it
-        return Ranks(self.rank % size, size, group, part)
+        late = timedelta(seconds=self.timeout)
+        group = dist.new_group(mine, late, use_local_synchronization=True)  # ranks outside of it know nothing of it
+        return Ranks(self.rank % size, size, group, part, self.timeout)
 
     def wait(self) -> None:
         """Until all of them are here; if one is gone, that is an error at once."""
@@ -92,11 +94,12 @@ def join(backend: str | None = None, *, patience: float = PATIENCE, timeout: flo
         yield Ranks()
         return
     rank, size = _place()
-    patience, timeout = number("patience", patience), number("timeout", timeout)
+    patience = number("patience", patience)
+    timeout = max(patience, number("timeout", timeout))
     own = not dist.is_initialized()
     if own:
         _meet(backend, rank, size, patience, timeout)
-    everybody = Ranks(rank, size, dist.group.WORLD)
+    everybody = Ranks(rank, size, dist.group.WORLD, timeout=timeout)
     try:
         with lost("while the ranks worked together"):
             yield everybody
@@ -132,9 +135,7 @@ def _meet(backend: str | None, rank: int, size: int, patience: float, timeout: f
         here = PrefixStore(f"qlangevin/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}/{times}", store)
         here.set(f"rank {rank}", "here")
         _await(here, size, patience)
-        dist.init_process_group(
-            backend, store=here, rank=rank, world_size=size, timeout=timedelta(seconds=max(patience, timeout))
-        )
+        dist.init_process_group(backend, store=here, rank=rank, world_size=size, timeout=timedelta(seconds=timeout))
         _stores[told] = store, times + 1
     except MissingRankError:
         raise
@@ -177,7 +178,8 @@ def lost(when: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if not isinstance(error, dist.DistError) and not any(word in str(error) for word in GONE):
+        gloo = "gloo" in str(error) and any(word in str(error) for word in GONE)  # it says in which of its files
+        if not gloo and not isinstance(error, dist.DistError):
             raise
         raise MissingRankError(f"another rank is gone, or too late, {when}; what was stored before is safe") from error
 

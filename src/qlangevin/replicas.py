@@ -6,8 +6,8 @@ So weights stay the same to the byte and nobody has to send them. That they did 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,8 @@ from .samplers import SGLD
 from .wire import Wire
 
 __all__ = ["ReplicasDifferError", "Watch", "checksum", "replicate"]
+
+T = TypeVar("T")
 
 WORDS = 1 << 18  # that a checksum takes at a time: what it needs for itself stays small
 
@@ -55,13 +57,8 @@ def replicate(
         group: the ranks; all by default.
         options: of DistributedDataParallel.
     """
-    inner = contents.unwrapped(model)
-    _check(inner, sampler)
-    group = group or dist.group.WORLD
-    carrier = Wire(sampler, wire, group) if isinstance(wire, (str, Format)) else wire
-    if carrier is not None and carrier.format != FP32 and any(g["gradients"] for g in sampler.param_groups):
-        raise ValueError("gradients are rounded on the wire already; make the sampler with gradients=None")
-    watch = Watch(inner, sampler, every, group)
+    inner, group = contents.unwrapped(model), group or dist.group.WORLD
+    carrier, watch = _together(lambda: _prepared(inner, sampler, wire, every, group), group)
     plain = {n: v for n, v in options.items() if isinstance(v, (bool, float, int)) and n != "output_device"}
     agree({"every": watch.every, "options": plain, **_facts(inner, sampler, carrier)}, group)
     lowering.set_replica(inner, dist.get_rank(group))
@@ -73,6 +70,29 @@ def replicate(
     watch.check()
     sampler.register_step_post_hook(watch)
     return replicated
+
+
+def _together(action: Callable[[], T], group: Any) -> T:
+    """What refuses on one rank refuses on all: nobody waits for a rank that has gone away with an error."""
+    refused: Exception | None = None
+    try:
+        result = action()
+    except (TypeError, ValueError) as error:
+        refused = error
+    agree({"refused": None if refused is None else str(refused)}, group)
+    if refused is not None:
+        raise refused
+    return result
+
+
+def _prepared(
+    model: nn.Module, sampler: SGLD, wire: str | Format | Wire | None, every: int, group: Any
+) -> tuple[Wire | None, Watch]:
+    _check(model, sampler)
+    carrier = Wire(sampler, wire, group) if isinstance(wire, (str, Format)) else wire
+    if carrier is not None and carrier.format != FP32 and any(g["gradients"] for g in sampler.param_groups):
+        raise ValueError("gradients are rounded on the wire already; make the sampler with gradients=None")
+    return carrier, Watch(model, sampler, every, group)
 
 
 def _check(model: nn.Module, sampler: SGLD) -> None:
