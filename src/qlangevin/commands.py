@@ -130,6 +130,8 @@ class RunOne(Generic[Preset]):
         """How to go on."""
         if not (folder / classify.CONFIG).exists():
             return "nothing was done yet"
+        if show.rank() is not None:
+            return "the same command goes on"
         given = [] if self.where.data_dir is None else ["--data-dir", str(self.where.data_dir)]
         return f"to go on: {shlex.join(['qlangevin', 'run', config.name, '--resume', str(folder), *given])}"
 
