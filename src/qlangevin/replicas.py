@@ -57,6 +57,10 @@ def replicate(
         group: the ranks; all by default.
         options: of DistributedDataParallel.
     """
+    if not dist.is_initialized():
+        raise ValueError(
+            "there are no ranks for replicas; call this inside of join(), in processes torchrun has started"
+        )
     inner, group = contents.unwrapped(model), group or dist.group.WORLD
     carrier, watch = _together(lambda: _prepared(inner, sampler, wire, every, group), group)
     plain = {n: v for n, v in options.items() if isinstance(v, (bool, float, int)) and n != "output_device"}
