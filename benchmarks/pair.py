@@ -24,8 +24,8 @@ from torch import Tensor, nn
 
 import qlangevin as ql
 from qlangevin.distributed import Ranks, Wire, join, replicate
+from qlangevin.distributed.sharding import shard
 from qlangevin.experiments.models import ResNet18
-from qlangevin.sharding import shard
 
 from .memory import MB, reset_peak, resident
 from .training import Batch, images

@@ -22,12 +22,12 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from qlangevin import Posterior, SampleStore, cli, diagnostics
+from qlangevin.distributed.ranks import Ranks
 from qlangevin.experiments import chain, classify, gaussian
 from qlangevin.experiments.classify import run
 from qlangevin.experiments.evaluate import evaluate
 from qlangevin.experiments.presets import Digits, from_json
 from qlangevin.experiments.report import load, write
-from qlangevin.ranks import Ranks
 
 SMALL = Digits(
     format="bfp8", epochs=4, batch=25, lr=0.1, temperature=1.0, samples=9, burn_in=0.5, limit_train=190, limit_test=120, hidden=12

@@ -18,9 +18,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import qlangevin as ql
 from benchmarks import pair, scaling
-from qlangevin.costs import BUCKET, Costs, Job, Machine, run, step, wire_bytes
 from qlangevin.distributed import Wire, replicate
-from qlangevin.sharding import shard
+from qlangevin.distributed.costs import BUCKET, Costs, Job, Machine, run, step, wire_bytes
+from qlangevin.distributed.sharding import shard
 from qlangevin.steps import local
 
 RANKS = 8
@@ -231,7 +231,7 @@ def test_a_short_benchmark() -> None:
 
 def test_the_page_shows_what_its_code_computes() -> None:
     page = Path(__file__).parent.parent / "docs" / "scaling.md"
-    [code] = [code for code in programs(page) if "qlangevin.costs" in code]
+    [code] = [code for code in programs(page) if "qlangevin.distributed.costs" in code]
     names: dict[str, Any] = {}
     exec(compile(code, page.name, "exec"), names)
     shown = page.read_text(encoding="utf-8").splitlines()

@@ -27,7 +27,9 @@ ORDER = [
     *["saving", "flow", "convolution", "recurrent", "lowering"],
     *["hashing", "files", "locking", "manifest", "contents", "reading", "origin", "store", "trees", "checkpoints"],
     *["links", "ensemble", "progress", "posterior", "metrics", "diagnostics"],
-    *["stationary", "bounds", "theory", "ranks", "wire", "replicas", "sharding", "costs", "distributed"],
+    *["stationary", "bounds", "theory"],
+    *(f"distributed.{name}" for name in ["ranks", "wire", "replicas", "sharding", "costs"]),
+    "distributed",
     "",  # the library ends here
     *(f"experiments.sources.{name}" for name in ["augment", "examples", "fetch", "readers", "text", "images"]),
     *(f"experiments.{name}" for name in ["sources", "data", "models", "methods", "experiment", "presets", "machine"]),

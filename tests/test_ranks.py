@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 import qlangevin as ql
 from qlangevin.distributed import MissingRankError, Ranks, agree, gather, join, launched, replicate
-from qlangevin.ranks import same
+from qlangevin.distributed.ranks import same
 
 ADDRESS = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 

@@ -387,7 +387,7 @@ def test_no_two_words_have_one_checksum(word: int) -> None:
 
 
 def test_a_checksum_looks_at_places_beyond_a_chunk_and_at_any_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("qlangevin.replicas.WORDS", 16)
+    monkeypatch.setattr("qlangevin.distributed.replicas.WORDS", 16)
     t = torch.arange(200, dtype=torch.float32)
     swapped = t.clone()
     swapped[[0, 150]] = swapped[[150, 0]]

@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import qlangevin as ql
-from qlangevin import sharding
+from qlangevin.distributed import sharding
+from qlangevin.distributed.sharding import QShard
 from qlangevin.qtensor import QTensor
-from qlangevin.sharding import QShard
 from qlangevin.steps import Update, local, parameter_key, update_codes_
 
 STEPS, RANKS = 20, 2
@@ -177,7 +177,7 @@ def tied(rank: int, folder: Path) -> Found:
 def refusals(rank: int, folder: Path) -> Found:
     from torch.distributed.fsdp import fully_shard
 
-    with pytest.raises(TypeError, match=r"make floats of packed parameters; qlangevin\.sharding\.shard"):
+    with pytest.raises(TypeError, match=r"make floats of packed parameters; qlangevin\.distributed\.shard"):
         fully_shard(ql.pack(network(), "fixed8.5"))
     model = network()
     fully_shard(model)

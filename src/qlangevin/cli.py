@@ -14,8 +14,8 @@ from typing import Any
 import tyro
 
 from .commands import Command, Run
+from .distributed.ranks import MissingRankError
 from .experiments import show
-from .ranks import MissingRankError
 from .version import __version__
 
 __all__ = ["main"]

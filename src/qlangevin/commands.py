@@ -18,6 +18,7 @@ from typing import Annotated, Any, Generic, TypeAlias, TypeVar
 import tyro
 
 from .checks import whole
+from .distributed.ranks import join
 from .experiments import bound, classify, demo, gaussian, presets, report, show
 from .experiments.data import Name
 from .experiments.evaluate import evaluate
@@ -26,7 +27,6 @@ from .experiments.methods import MethodName
 from .experiments.pictures import check_picture, save
 from .experiments.sweep import plan, sweep
 from .progress import progress_bar
-from .ranks import join
 
 __all__ = ["Command", "Run"]
 

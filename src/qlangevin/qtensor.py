@@ -271,7 +271,7 @@ def _embedding(func: Any, q: QTensor, indices: Tensor, *_: Any) -> Any:
 def _new_zeros(func: Any, q: QTensor, *_: Any, **__: Any) -> Any:
     if hasattr(q, "_fsdp_orig_uid"):  # the first thing `fully_shard` leaves on a parameter
         raise TypeError(
-            "fully_shard would make floats of packed parameters; qlangevin.sharding.shard(model) keeps the codes"
+            "fully_shard would make floats of packed parameters; qlangevin.distributed.shard(model) keeps the codes"
         )
     return NotImplemented
 

@@ -107,8 +107,8 @@ def check_shard(t: Tensor, format: str | None) -> None:
     by_rows = all(p.is_replicate() or getattr(p, "dim", None) == 0 for p in cast(Any, t).placements)
     if parsed.block == "tensor" or t.dim() < 2 or not by_rows:
         raise ValueError(
-            f"its shards cut through blocks of {parsed}; qlangevin.sharding.shard(model, weights={str(parsed)!r}) leaves vectors "
-            "whole, and the blocks of a matrix must be rows ('bfp8') or parts of them ('bfp8/32')"
+            f"its shards cut through blocks of {parsed}; qlangevin.distributed.shard(model, weights={str(parsed)!r}) leaves "
+            "vectors whole, and the blocks of a matrix must be rows ('bfp8') or parts of them ('bfp8/32')"
         )
 
 

@@ -17,14 +17,14 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from ..checkpoints import load_checkpoint, save_checkpoint
+from ..distributed.ranks import MissingRankError, Ranks, agree
+from ..distributed.replicas import Watch, replicate
 from ..formats import FP32, parse
 from ..loader import Loader
 from ..lowering import lower
 from ..origin import steps_of
 from ..packing import pack
 from ..random import Key
-from ..ranks import MissingRankError, Ranks, agree
-from ..replicas import Watch, replicate
 from ..samplers import SGLD
 from ..schedules import Schedule
 from ..store import SampleStore

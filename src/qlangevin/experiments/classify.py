@@ -21,9 +21,9 @@ import torch
 
 from .. import files
 from ..checks import differences
+from ..distributed.ranks import Ranks, agree, gather
 from ..lowering import lower
 from ..posterior import Posterior
-from ..ranks import Ranks, agree, gather
 from ..reading import chain_folder, chain_folders
 from ..store import SampleStore
 from ..version import __version__

@@ -13,10 +13,10 @@ from torch import nn
 from torch.optim.optimizer import Optimizer
 
 from ..checks import fraction, number, whole
+from ..distributed.wire import check_carried
 from ..formats import BlockFloat, parse
 from ..random import Key
 from ..schedules import ConstantLR, CyclicalLR, LinearDecayLR, Schedule, StepDecayLR
-from ..wire import check_carried
 from .data import Data, Name
 from .methods import METHODS, Method, MethodName
 

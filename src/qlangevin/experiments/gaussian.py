@@ -26,10 +26,10 @@ from torch import Tensor
 from torch.distributions import Normal
 
 from .. import random, theory
+from ..distributed.ranks import Ranks, agree, gather
 from ..formats import FP32, FixedPoint, Format, parse
 from ..ops import corrected, quantize
 from ..random import Key
-from ..ranks import Ranks, agree, gather
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from .. import theory
-from ..ranks import launched
+from ..distributed.ranks import launched
 from ..version import __version__
 from . import bound, gaussian
 from .machine import environment

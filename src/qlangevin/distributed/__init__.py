@@ -1,7 +1,8 @@
 """Beyond one process, on `torch.distributed`: replicas that stay the same to the byte, chains that differ.
 
 `ranks` says who is there, `replicas` steps one chain on several ranks, `wire` adds up their gradients in 8 bits, `sharding`
-spreads packed weights over ranks. Chains differ by the ``stream`` of their sampler, and need nothing else.
+spreads packed weights over ranks, `costs` says on paper what all this takes. Chains differ by the ``stream`` of their sampler,
+and need nothing else.
 """
 
 from __future__ import annotations

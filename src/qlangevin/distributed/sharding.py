@@ -21,12 +21,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .contents import named_tensors
-from .formats import FP32, BlockFloat, Format, check_holds, parse
-from .packing import check_owners, replace_parameters
-from .qtensor import QTensor, encode_on_grid
-from .selection import Choice, choose
-from .steps import local
+from ..contents import named_tensors
+from ..formats import FP32, BlockFloat, Format, check_holds, parse
+from ..packing import check_owners, replace_parameters
+from ..qtensor import QTensor, encode_on_grid
+from ..selection import Choice, choose
+from ..steps import local
 
 __all__ = ["QShard", "gathered", "shard"]
 

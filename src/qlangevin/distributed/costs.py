@@ -29,8 +29,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from .checks import fraction, number, whole
-from .formats import FP32, BlockFloat, parse
+from ..checks import fraction, number, whole
+from ..formats import FP32, BlockFloat, parse
 
 __all__ = ["Costs", "Job", "Layout", "Machine", "Run", "run", "step", "wire_bytes"]
 

@@ -23,11 +23,11 @@ from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 from torch.optim import Optimizer
 
-from . import ops, random
-from .codes import DTYPES, encode_op, values_of
-from .formats import FP32, BlockFloat, Format, parse
+from .. import ops, random
+from ..codes import DTYPES, encode_op, values_of
+from ..formats import FP32, BlockFloat, Format, parse
+from ..steps import parameter_key
 from .ranks import lost
-from .steps import parameter_key
 
 __all__ = ["Wire", "check_carried"]
 

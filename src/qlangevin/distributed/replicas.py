@@ -14,13 +14,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from . import contents, lowering
-from .checks import whole
-from .formats import FP32, Format
-from .origin import settings_of, steps_of
-from .qtensor import QTensor
+from .. import contents, lowering
+from ..checks import whole
+from ..formats import FP32, Format
+from ..origin import settings_of, steps_of
+from ..qtensor import QTensor
+from ..samplers import SGLD
 from .ranks import agree, gather, lost, same
-from .samplers import SGLD
 from .wire import Wire
 
 __all__ = ["ReplicasDifferError", "Watch", "checksum", "replicate"]
