@@ -23,9 +23,10 @@ from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 from torch.optim import Optimizer
 
-from .. import ops, random
-from ..codes import DTYPES, encode_op, values_of
+from .. import native, ops, random
+from ..codes import DTYPES, empty_codes, encode_op, values_of
 from ..formats import FP32, BlockFloat, Format, parse
+from ..samplers import first_not_finite
 from ..steps import parameter_key
 from .ranks import lost
 
@@ -93,11 +94,15 @@ class Wire:
         return parameter_key(group["seed"], group["stream"], state["index"], state["step"] + 1).fold(stream)
 
     def rounded(self, g: Tensor, key: random.Key) -> tuple[Tensor, Tensor]:
-        """(codes, exponents) of a flat gradient, as bytes."""
+        """(codes, exponents) of a flat gradient, as bytes; the gradient itself may be overwritten, nobody needs it any more."""
         if self.format == FP32:
             return g.view(torch.uint8), g.new_empty(0, dtype=torch.uint8)
-        q = ops.quantize_op(g, str(self.format), "stochastic", *ops.key_bits(key), random.GRADIENT)
-        codes, exponents = encode_op(q, str(self.format))
+        if native.enabled_for(g):  # one pass instead of three
+            codes, exponents = empty_codes(g, self.format)
+            native.run_coded(g, self.format, "stochastic", key, random.GRADIENT, (codes, exponents))
+        else:
+            q = ops.quantize_op(g, str(self.format), "stochastic", *ops.key_bits(key), random.GRADIENT)
+            codes, exponents = encode_op(q, str(self.format))
         return codes.view(torch.uint8), exponents.view(torch.uint8)
 
     def values(self, codes: Tensor, exponents: Tensor) -> Tensor:
@@ -184,6 +189,7 @@ class _Bucket:
                 exponents.copy_(rounded[1])
             flag.fill_(finite)
         sizes = [m.nbytes for m in self.messages]
+        del sent, self.work, self.received  # before there is room for the next
         self.received = out.new_empty(sum(sizes))
         self.work = self._exchange(self.received, out.repeat(wire.size), sizes, [message.nbytes] * wire.size)
 
@@ -206,5 +212,5 @@ class _Bucket:
 
 def _finite(g: Tensor) -> tuple[Tensor, bool]:
     """A gradient, and whether it can be rounded; one that holds an infinity or a NaN cannot, and that is said instead."""
-    finite = bool(g.isfinite().all())
+    finite = first_not_finite([g]) < 0
     return (g if finite else torch.zeros_like(g)), finite
