@@ -93,9 +93,9 @@ def test_the_checksum_is_16_bytes_a_tensor_every_hundred_steps() -> None:
 
 
 def test_bytes_of_an_element() -> None:
-    assert [wire_bytes(name) for name in (None, "fp32", "bfp8/64")] == [4, 4, 1 + 1 / 64]
+    assert [wire_bytes(name) for name in (None, "fp32", "bfp8/64", "bfp4/64")] == [4, 4, 1 + 1 / 64, 1 + 1 / 64]
     for name in ("bfp8", "fixed8.3", "bf16"):
-        with pytest.raises(ValueError, match="gradients travel in a format such as bfp8/64"):
+        with pytest.raises(ValueError, match="gradients travel in block floating point with groups"):
             wire_bytes(name)
 
 
@@ -238,3 +238,12 @@ def test_the_page_shows_what_its_code_computes() -> None:
     computed = [*names["lines"], *names["more"]]
     assert [line for line in shown if re.match(r"\| \d+ \|", line)] == computed
     assert f"**{names['total'].disk / 1e9:.0f} GB**" in page.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"chains": 0}, {"chains": -3}, {"packed": -1.0}, {"largest": -5.0}, {"seconds": -1.0}]
+)
+def test_numbers_that_cannot_be_are_refused(wrong: dict[str, Any]) -> None:
+    [name] = wrong
+    with pytest.raises(ValueError, match=f"^{name} must be"):
+        Job(1e6, 10, 4, "chains", **wrong)

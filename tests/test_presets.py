@@ -108,6 +108,7 @@ def configs() -> st.SearchStrategy[Experiment]:
         names = drawn(st.sets(st.sampled_from([f.name for f in fields(preset) if f.name != "format"])))
         given = {name: drawn(kinds.get(name, st.integers(1, 10**6))) for name in sorted(names)}
         low = METHODS[given.get("method", "vc-sgldlp-l")].low
+        given |= {} if low or "wire" not in given else {"wire": "fp32"}
         return preset(**given, format=drawn(formats) if low else None)
 
     return draw()

@@ -40,6 +40,36 @@ def test_ranks_meet_as_often_as_they_like(size: int) -> None:
         assert found == [[rank, size, rank == 0, [[i, r] for r in range(size)]] for i in range(8)]
 
 
+def met_before(folder: str, rank: int) -> list[Any]:
+    """A process group that somebody else made, without variables."""
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    with join() as ranks:
+        found = [ranks.rank, ranks.size, gather(ranks.rank, ranks.group)]
+    assert dist.is_initialized()  # it is theirs
+    dist.destroy_process_group()
+    return found
+
+
+def met_before_there(folder: str) -> list[Any]:
+    rank = int(os.environ.pop("RANK"))
+    return met_before(folder, rank)
+
+
+def test_a_process_group_that_is_there_is_taken(tmp_path: Path) -> None:
+    assert teams.values(met_before_there, 2, str(tmp_path), alone=True) == [[0, 2, [0, 1]], [1, 2, [0, 1]]]
+
+
+def patient(ranks: Ranks) -> list[Any]:
+    longer = ranks.patient(100.0)
+    longer.wait()
+    return [longer.rank, longer.size, longer.timeout, gather(ranks.rank, longer.group)]
+
+
+def test_ranks_that_wait_longer_are_the_same_ranks() -> None:
+    assert teams.values(patient, 2) == [[0, 2, 100.0, [0, 1]], [1, 2, 100.0, [0, 1]]]
+    assert Ranks().patient() == Ranks()
+
+
 def split(ranks: Ranks) -> list[Any]:
     halves = ranks.split(2)
     quarters = halves.split(halves.size)

@@ -174,6 +174,41 @@ def tied(rank: int, folder: Path) -> Found:
     return {"output": output, "groups": groups, "codes": all_codes(model)}
 
 
+def own_bits(rank: int, folder: Path) -> Found:
+    """Activations of the same input."""
+    model = ql.lower(nn.Sequential(nn.Linear(8, 8)), "bfp4", seed=1)
+    sharding.shard(ql.pack(model, "bfp8"))
+    return {"output": model(batch(0)[0][:, :8]).detach()}
+
+
+def not_finite(rank: int, folder: Path) -> Found:
+    """An infinity in the rows of the second process."""
+    messages = []
+    for in_backward in (False, True):
+        model = sharding.shard(ql.pack(nn.Sequential(nn.Linear(8, 8, bias=False)), "bfp8"))
+        sampler = ql.SGLD(model.named_parameters(), **SETTINGS, step_in_backward=in_backward)
+        before = all_codes(model)
+        factor = torch.ones(8)
+        factor[7] = torch.inf
+        try:
+            (model(torch.ones(2, 8)) * factor).sum().backward()
+            sampler.step()
+        except FloatingPointError as error:
+            messages.append(str(error))
+        after = all_codes(model)
+        assert before is None or all(torch.equal(before[name], cast(Found, after)[name]) for name in before)
+    return {"messages": messages}
+
+
+def alone(rank: int, folder: Path) -> Found:
+    """Each process is a mesh of its own: a chain that the others know nothing of."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (RANKS, 1), mesh_dim_names=("chains", "shards"))
+    model = sharding.shard(ql.pack(network(seed=rank), "bfp8"), mesh["shards"])
+    return {"codes": all_codes(model)}
+
+
 def refusals(rank: int, folder: Path) -> Found:
     from torch.distributed.fsdp import fully_shard
 
@@ -191,7 +226,9 @@ def refusals(rank: int, folder: Path) -> Found:
     return {}
 
 
-SCENES: list[Callable[[int, Path], Found]] = [*[packed, in_backward, floats, fixed, replicas, noise, tied, refusals]]
+SCENES: list[Callable[[int, Path], Found]] = [
+    *[packed, in_backward, floats, fixed, replicas, noise, tied, own_bits, not_finite, alone, refusals]
+]
 
 
 def process(rank: int, port: int, folder: Path) -> None:
@@ -417,3 +454,28 @@ def test_rows_of_codes_are_the_codes_of_rows(format: str) -> None:
     parts[1].copy_(torch.zeros(3, 3, 6))  # which are rows of the same codes
     assert torch.equal(q.decode()[3:6], torch.zeros(3, 3, 6))
     assert torch.equal(q.decode()[:3], parts[0].decode())
+
+
+def test_activations_are_rounded_with_other_bits_in_each_process(found: list[Found]) -> None:
+    first, second = (one["own_bits"]["output"] for one in found)
+    assert not torch.equal(first, second)
+    assert float((first - second).abs().max()) < 1  # a gap or two
+
+
+def test_a_gradient_that_is_no_number_is_an_error_in_all_processes(found: list[Found]) -> None:
+    for one in found:
+        first, in_backward = one["not_finite"]["messages"]
+        assert (
+            first
+            == "the gradient of parameter '0.weight' holds an infinity or a NaN; no parameter was changed by this step"
+        )
+        assert (
+            in_backward
+            == "the gradient of parameter '0.weight' holds an infinity or a NaN; it was not changed by this step"
+        )
+
+
+def test_every_mesh_has_a_first_process_that_gets_the_sample(found: list[Found]) -> None:
+    first, second = (one["alone"]["codes"] for one in found)
+    assert first.keys() == second.keys()
+    assert not torch.equal(first["0.weight"], second["0.weight"])

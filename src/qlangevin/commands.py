@@ -30,8 +30,6 @@ from .progress import progress_bar
 
 __all__ = ["Command", "Run"]
 
-PATIENCE = 7 * 86400.0  # seconds that ranks wait for those with more to do; that one is gone they notice at once
-
 Preset = TypeVar("Preset", bound=presets.Experiment)
 Runs: TypeAlias = Annotated[tuple[Path, ...], tyro.conf.Positional]
 
@@ -47,7 +45,7 @@ class Gaussian(gaussian.Settings):
 
     def execute(self) -> int:
         check_picture(self.out)
-        with join(timeout=PATIENCE) as ranks:
+        with join() as ranks:
             share = self.total_steps / ranks.size  # of each about as much
             with progress_bar(share, shown=not self.json and ranks.first) as advance:
                 result = gaussian.run(self, advance, ranks)
@@ -111,7 +109,7 @@ class RunOne(Generic[Preset]):
     def execute(self) -> int:
         config, folder = self._chosen()
         try:
-            with join(timeout=PATIENCE) as ranks:
+            with join() as ranks:
                 shown = ranks.first and not self.where.json
                 with progress_bar(1.0, config.run_name, shown=shown) as advance:
                     result = classify.run(config, folder, self.where.data_dir, advance, ranks, cores())

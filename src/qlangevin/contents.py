@@ -33,6 +33,7 @@ __all__ = [
     "unwrapped",
 ]
 
+RANKS = "_qlangevin_ranks"  # what `replicate` leaves on a model
 _DTYPE_NAMES = {dtype: name for name, dtype in NAMES.items()}
 
 
@@ -49,7 +50,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 def ranks_of(model: nn.Module) -> int:
     """How many processes step the model together."""
-    return model.process_group.size() if isinstance(model, nn.parallel.DistributedDataParallel) else 1
+    return int(getattr(unwrapped(model), RANKS, 1))
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:

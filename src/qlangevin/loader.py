@@ -1,4 +1,4 @@
-"""Batches in an order that is a pure function of (seed, epoch), from a loader that knows how far it is.
+"""Batches in an order that is a pure function of (seed, stream, epoch), from a loader that knows how far it is.
 
 Hence a resumed run sees exactly the batches that the interrupted one did not.
 """
@@ -199,8 +199,8 @@ class _Parts:
 
 
 def _part(examples: int, rank: int, ranks: int) -> tuple[int, int]:
-    """Where the part of a batch that is one rank's begins and ends: parts differ by one example at most."""
-    return rank * examples // ranks, (rank + 1) * examples // ranks
+    """Where the part of a batch that is one rank's begins and ends: parts differ by one example at most, later are smaller."""
+    return -(-rank * examples // ranks), -(-(rank + 1) * examples // ranks)
 
 
 class _Rest:

@@ -20,7 +20,17 @@ from .formats import Format, parse
 from .ops import Algorithm, Rounding
 from .qtensor import QTensor
 from .settings import FORMATS, Settings, check_parameter
-from .steps import Update, check_shard, local, parameter_key, quantized, sgld_op, shard_of, update_codes_
+from .steps import (
+    Update,
+    check_shard,
+    first_anywhere,
+    local,
+    parameter_key,
+    quantized,
+    sgld_op,
+    shard_of,
+    update_codes_,
+)
 
 __all__ = ["SGLD"]
 
@@ -212,7 +222,7 @@ class SGLD(Optimizer):
             if g.layout != torch.strided or g.is_complex():
                 kind = "complex" if g.is_complex() else "sparse"
                 raise TypeError(f"{self._name(group, i)} has a {kind} gradient; SGLD needs dense real ones")
-        bad = first_not_finite(gradients)
+        bad = first_anywhere(first_not_finite(gradients), [group["params"][i] for group, i in with_gradient])
         if bad >= 0:
             stepped = "it was not" if self.step_in_backward else "no parameter was"
             raise FloatingPointError(

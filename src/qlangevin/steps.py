@@ -12,6 +12,7 @@ With an accumulator θ is kept in its format and the parameters are Q_W(θ): SGL
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import Any, cast
@@ -28,6 +29,7 @@ from .random import Key
 __all__ = [
     "Update",
     "check_shard",
+    "first_anywhere",
     "local",
     "parameter_key",
     "quantized",
@@ -97,6 +99,18 @@ def shard_of(t: Tensor) -> tuple[int, ...]:
     mesh, placements = cast(Any, t).device_mesh, cast(Any, t).placements
     places = zip(mesh.get_coordinate(), mesh.shape, placements, strict=True)
     return tuple(at for at, size, placement in places if size > 1 and not placement.is_replicate())
+
+
+def first_anywhere(index: int, tensors: Sequence[Tensor]) -> int:
+    """The least index, if any, that a process has found among those that hold shards of these tensors; -1 is none."""
+    sharded = next((t for t in tensors if local(t) is not t), None)
+    if sharded is None:
+        return index
+    mesh = cast(Any, sharded).device_mesh
+    found = torch.tensor(index if index >= 0 else len(tensors), device=mesh.device_type)
+    for dim in range(mesh.ndim):
+        torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MIN, group=mesh.get_group(dim))
+    return int(found) if int(found) < len(tensors) else -1
 
 
 def check_shard(t: Tensor, format: str | None) -> None:

@@ -30,7 +30,8 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from ..checks import fraction, number, whole
-from ..formats import FP32, BlockFloat, parse
+from ..formats import FP32, BlockFloat
+from .wire import check_carried
 
 __all__ = ["Costs", "Job", "Layout", "Machine", "Run", "run", "step", "wire_bytes"]
 
@@ -114,11 +115,14 @@ class Job:
             whole(name, getattr(self, name), 1)
         for name in ("weights", "batch", "tensors", "every", "activations"):
             number(name, getattr(self, name))
+        for name in ("largest", "packed", "seconds"):
+            if getattr(self, name) is not None:
+                number(name, getattr(self, name))
         if not self.bucket > 0:
             raise ValueError(f"bucket must be a positive number, got {self.bucket!r}")
         if self.wire is not None and self.layout != "replicas":
             raise ValueError(f"only replicas have a wire, and the layout is {self.layout!r}")
-        if self.layout != "chains" and self.ranks % whole("chains", self.count, 1):
+        if self.ranks % whole("chains", self.count, 1) and self.layout != "chains":
             raise ValueError(f"{self.ranks} ranks cannot be split into {self.count} groups of equal size")
 
     @property
@@ -180,12 +184,10 @@ class Run:
 
 def wire_bytes(format: str | None) -> float:
     """b: bytes of an element on the wire, with its share of exponents."""
-    parsed = FP32 if format is None else parse(format)
-    if parsed == FP32:
+    parsed = check_carried(format or FP32)
+    if not isinstance(parsed, BlockFloat):
         return FLOAT
-    if not (isinstance(parsed, BlockFloat) and isinstance(parsed.block, int)):
-        raise ValueError(f"gradients travel in a format such as bfp8/64, or in fp32, not in {parsed}")
-    return parsed.storage_bits / 8 + 1 / parsed.block
+    return max(parsed.storage_bits, 8) / 8 + 1 / int(parsed.block)  # a code has a byte at least
 
 
 def step(job: Job, machine: Machine) -> Costs:

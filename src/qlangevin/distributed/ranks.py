@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from time import monotonic, sleep
@@ -23,7 +23,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from ..checks import differences, number, whole
 
-__all__ = ["MissingRankError", "Ranks", "agree", "gather", "join", "launched", "lost", "same"]
+__all__ = ["ALONE", "MissingRankError", "Ranks", "agree", "gather", "join", "launched", "lost", "same"]
 
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 GONE = ("Connection closed", "Connection reset", "Broken pipe", "imed out", "imeout", "remote worker")  # gloo's words
@@ -48,6 +48,14 @@ class Ranks:
     group: Any = None
     part: int = 0
     timeout: float = 1800.0
+
+    def patient(self, timeout: float = 7 * 86400.0) -> Ranks:
+        """The same ranks, which wait long for those with more to do. All of them must call this."""
+        if self.group is None:
+            return self
+        members, late = dist.get_process_group_ranks(self.group), timedelta(seconds=timeout)
+        group = dist.new_group(members, late, backend="gloo", use_local_synchronization=True)
+        return Ranks(self.rank, self.size, group, self.part, timeout)
 
     @property
     def first(self) -> bool:
@@ -75,6 +83,9 @@ class Ranks:
                 dist.barrier(self.group)
 
 
+ALONE = Ranks()
+
+
 def launched() -> bool:
     """Whether `torchrun`, or something like it, has started this process."""
     return all(os.environ.get(name) for name in VARIABLES[:2])
@@ -84,19 +95,21 @@ def launched() -> bool:
 def join(backend: str | None = None, *, patience: float = PATIENCE, timeout: float = 1800.0) -> Iterator[Ranks]:
     """Work with the other ranks of this job; alone if there is none. At the end the process group is left.
 
+    A process group that is there already is taken as it is, and stays.
+
     Args:
         backend: as for `torch.distributed.init_process_group`; by default gloo for CPU and, where there are GPUs, NCCL too.
         patience: seconds until all ranks must have come.
         timeout: seconds a rank may be late for the others later on, when it writes a sample, say. That a process is gone is
             noticed at once.
     """
-    if not launched():
-        yield Ranks()
-        return
-    rank, size = _place()
     patience = number("patience", patience)
     timeout = max(patience, number("timeout", timeout))
     own = not dist.is_initialized()
+    if own and not launched():
+        yield ALONE
+        return
+    rank, size = _place() if own else (dist.get_rank(), dist.get_world_size())
     if own:
         _meet(backend, rank, size, patience, timeout)
     everybody = Ranks(rank, size, dist.group.WORLD, timeout=timeout)
@@ -107,6 +120,7 @@ def join(backend: str | None = None, *, patience: float = PATIENCE, timeout: flo
     finally:
         if own and dist.is_initialized():
             dist.destroy_process_group()
+            _leave()
 
 
 def _place() -> tuple[int, int]:
@@ -132,7 +146,7 @@ def _meet(backend: str | None, rank: int, size: int, patience: float, timeout: f
         if told not in _stores:
             _stores[told] = _store(rank, size, patience), 0
         store, times = _stores[told]
-        here = PrefixStore(f"qlangevin/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}/{times}", store)
+        here = _at(store, times)
         here.set(f"rank {rank}", "here")
         _await(here, size, patience)
         dist.init_process_group(backend, store=here, rank=rank, world_size=size, timeout=timedelta(seconds=timeout))
@@ -145,6 +159,17 @@ def _meet(backend: str | None, rank: int, size: int, patience: float, timeout: f
             f"rank {rank} of {size} did not meet the others at {where} within {patience:g} s: are all of them started, "
             f"each with its own RANK? ({first})"
         ) from None
+
+
+def _leave() -> None:
+    """Take back that this rank is here, should it come again; who has the store may be gone."""
+    for told, (store, times) in _stores.items():
+        with suppress(RuntimeError):
+            _at(store, times - 1).delete_key(f"rank {told[0]}")
+
+
+def _at(store: Any, times: int) -> Any:
+    return PrefixStore(f"qlangevin/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}/{times}", store)
 
 
 def _store(rank: int, size: int, patience: float) -> Any:

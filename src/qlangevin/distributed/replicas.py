@@ -66,6 +66,7 @@ def replicate(
     plain = {n: v for n, v in options.items() if isinstance(v, (bool, float, int)) and n != "output_device"}
     agree({"every": watch.every, "options": plain, **_facts(inner, sampler, carrier)}, group)
     lowering.set_replica(inner, dist.get_rank(group))
+    setattr(inner, contents.RANKS, dist.get_world_size(group))
     with lost("when the first weights were sent"):
         replicated = DistributedDataParallel(model, process_group=group, **options)
         _send_accumulators(sampler, group)

@@ -7,7 +7,8 @@ belongs to its codes, and `SGLD` steps those.
 What a tensor is cut into are runs of rows, slices along its first dim. That needs a format whose blocks do not reach beyond a
 row. Vectors in block floating point are one block: they stay whole on every process, as do numbers that are no vectors, and
 the processes step them alike.
-Each shard has random bits of its own: the chain has the law of one that is not sharded, but is another one.
+Each shard has random bits of its own: the chain has the law of one that is not sharded, but is another one. (Where gradients or
+accumulators are in block floating point, blocks that are larger than a row are those of a shard.)
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from .. import lowering
 from ..contents import named_tensors
 from ..formats import FP32, BlockFloat, Format, check_holds, parse
 from ..packing import check_owners, replace_parameters
@@ -165,6 +167,7 @@ def shard(
     check_owners(list(model.named_parameters()))
     mesh = _mesh_for(model) if mesh is None else mesh
     _begin_alike(model, mesh)
+    lowering.set_replica(model, _place(mesh))
     parts = [p for p in model.parameters() if isinstance(p, QTensor) and p not in whole]
     replace_parameters(model, {id(p): nn.Parameter(_alias(p), p.requires_grad) for p in parts})
     del parts  # their codes are free as soon as they have been handed out
@@ -175,6 +178,14 @@ def shard(
         if any(p not in whole for p in module.parameters()):
             fully_shard(module, mesh=mesh, reshard_after_forward=reshard_after_forward, ignored_params=whole, **options)
     return model
+
+
+def _place(mesh: Any) -> int:
+    """Which of the processes of a mesh this is, counted row by row."""
+    place = 0
+    for at, size in zip(mesh.get_coordinate(), mesh.shape, strict=True):
+        place = place * int(size) + int(at)
+    return place
 
 
 def _stays_whole(name: str, p: Tensor, weights: Format | None) -> bool:
@@ -251,7 +262,9 @@ def gathered(model: nn.Module, sampler: Optimizer | None = None) -> nn.Module | 
             module.reshard()
     groups = sampler.param_groups if sampler is not None else []
     known = {id(p): parse(group["weights"]) for group in groups if group.get("weights") for p in group["params"]}
-    tree = nn.Module() if dist.get_rank() == 0 else None
+    meshes = [cast(Any, p).device_mesh for p in model.parameters() if local(p) is not p]
+    first = _place(meshes[0]) == 0 if meshes else dist.get_rank() == 0
+    tree = nn.Module() if first else None
     for name, t in named_tensors(model).items():
         values = _gather(t)
         if tree is not None and values is not None:

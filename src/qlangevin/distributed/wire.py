@@ -10,7 +10,8 @@ the grid, it is the gradient that Algorithm 1 rounds by Q_G: the sampler rounds 
 weight, as an all-reduce sends floats.
 
 The sum is taken in the order of the ranks, and bits belong to parameters, not to DDP's buckets, which are arranged anew after the
-first step: a run that goes on is the run that was not interrupted, to the byte. ``"fp32"`` is the same without rounding.
+first step: a run that goes on is the run that was not interrupted, to the byte. ``"fp32"`` is the same in float32,
+which rounds only gradients that have more bits.
 """
 
 from dataclasses import dataclass
@@ -32,7 +33,8 @@ from .ranks import lost
 
 __all__ = ["Wire", "check_carried"]
 
-OWNERS = 1 << 32  # where the streams of those who add up begin; those of the ranks that send are counted from 1
+# Where streams derived from a parameter's begin; those of the ranks that send are counted from 1.
+OWNERS, PASSES = 1 << 32, 2 << 32  # of those who add up, of further passes
 
 
 def check_carried(format: str | Format) -> Format:
@@ -59,6 +61,7 @@ class Wire:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.sent = 0  # bytes this rank has sent to others
         self._pending: list[_Bucket] = []
+        self._passes: dict[Tensor, tuple[int, int]] = {}
         self._groups = {p: i for i, g in enumerate(sampler.param_groups) for p in g["params"]}
 
     # Torch looks at the annotations of a hook: in this file they are evaluated.
@@ -88,10 +91,14 @@ class Wire:
         ends = (min((owner + i) * blocks // self.size * group, count) for i in range(2))
         return slice(*ends)
 
-    def key(self, p: Tensor, stream: int) -> random.Key:
-        """The random bits of one sender for one parameter in the step to come."""
+    def key(self, p: Tensor) -> random.Key:
+        """The random bits of one parameter in the step to come; others for each further backward before it."""
         state, group = self.sampler.state[p], self.sampler.param_groups[self._groups[p]]
-        return parameter_key(group["seed"], group["stream"], state["index"], state["step"] + 1).fold(stream)
+        step, passes = self._passes.get(p, (-1, 0))
+        passes = passes + 1 if step == state["step"] else 0
+        self._passes[p] = state["step"], passes
+        key = parameter_key(group["seed"], group["stream"], state["index"], state["step"] + 1)
+        return key.fold(PASSES + passes) if passes else key
 
     def rounded(self, g: Tensor, key: random.Key) -> tuple[Tensor, Tensor]:
         """(codes, exponents) of a flat gradient, as bytes; the gradient itself may be overwritten, nobody needs it any more."""
@@ -145,7 +152,7 @@ class _Bucket:
     def __init__(self, wire: Wire, bucket: Any) -> None:
         self.wire, self.result = wire, torch.futures.Future[Tensor]()
         self.buffer, self.gradients = bucket.buffer(), [g.view(-1) for g in bucket.gradients()]
-        self.parameters = bucket.parameters()
+        self.keys = [wire.key(p) for p in bucket.parameters()]
         counts = [g.numel() for g in self.gradients]
         self.shards = [[wire.shard(n, owner) for n in counts] for owner in range(wire.size)]
         self.messages = [_Message(wire, [s.stop - s.start for s in shards]) for shards in self.shards]
@@ -159,9 +166,9 @@ class _Bucket:
         wire, sizes = self.wire, [m.nbytes for m in self.messages]
         out = torch.empty(sum(sizes), dtype=torch.uint8, device=self.buffer.device)
         rooms = [m.parts(room) for m, room in zip(self.messages, out.split(sizes), strict=True)]
-        for i, (p, g) in enumerate(zip(self.parameters, self.gradients, strict=True)):
+        for i, (key, g) in enumerate(zip(self.keys, self.gradients, strict=True)):
             g, finite = (g.float(), True) if wire.format == FP32 else _finite(g.float())
-            codes, exponents = wire.rounded(g, wire.key(p, 1 + wire.rank))
+            codes, exponents = wire.rounded(g, key.fold(1 + wire.rank))
             begin = 0
             for owner, room in enumerate(rooms):
                 s, (to_codes, to_exponents, flag) = self.shards[owner][i], room[i]
@@ -184,7 +191,7 @@ class _Bucket:
                 if wire.format != FP32:
                     mean, bounded = _finite(mean)  # a sum of numbers may be too large for one
                     finite &= bounded
-                rounded = wire.rounded(mean, wire.key(self.parameters[i], OWNERS + wire.rank))
+                rounded = wire.rounded(mean, self.keys[i].fold(OWNERS + wire.rank))
                 codes.copy_(rounded[0])
                 exponents.copy_(rounded[1])
             flag.fill_(finite)

@@ -17,13 +17,13 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from ..checkpoints import load_checkpoint, save_checkpoint
-from ..distributed.ranks import MissingRankError, Ranks, agree
+from ..distributed.ranks import ALONE, MissingRankError, Ranks, agree, lost
 from ..distributed.replicas import Watch, replicate
 from ..formats import FP32, parse
 from ..loader import Loader
 from ..lowering import lower
 from ..origin import steps_of
-from ..packing import pack
+from ..packing import pack, unpack
 from ..random import Key
 from ..samplers import SGLD
 from ..schedules import Schedule
@@ -33,9 +33,8 @@ from .data import Data
 from .presets import Experiment
 from .workers import Progress
 
-__all__ = ["ALONE", "Run", "network", "prepare", "train"]
+__all__ = ["Run", "network", "prepare", "train"]
 
-ALONE = Ranks()
 SECONDS = 20.0  # between checkpoints: so much is computed again after a kill; Ctrl-C loses nothing
 
 
@@ -61,19 +60,18 @@ def network(config: Experiment, data: Data, chain: int = 0) -> nn.Module:
 def prepare(config: Experiment, data: Data, begin: Path | None = None, chain: int = 0, ranks: Ranks = ALONE) -> Run:
     """All that a chain consists of, before its first step. The last sample of the store ``begin`` are the first weights.
 
-    Chains differ in their first weights, the order of their data and all noise.
+    Chains differ in their first weights, the order of their data and all noise of the sampler and of rounding; images are
+    augmented alike in all of them, and where there is a ``begin`` all begin there.
     """
     how, low, seed = config.how, config.low, config.seed
     model = network(config, data, chain)
     if begin is not None:
         SampleStore.open(begin)[-1].load_into(model)
     lower(model, config.activation_format, config.activation_format, seed=seed, stream=chain)
-    if (
-        low is not None and parse(low).storage_bits >= 8 and ranks.size == 1
-    ):  # DDP wants floats, which changes no number;
-        pack(
-            model, weights=low, seed=seed, stream=chain
-        )  # and two codes in a byte take more time than they are worth here
+    if low is not None and parse(low).storage_bits >= 8:  # two codes in a byte take more time than they are worth here
+        pack(model, weights=low, seed=seed, stream=chain)
+        if ranks.size > 1:  # DDP wants floats: the same numbers, on which accumulators begin too
+            unpack(model)
     wire = config.wire or "fp32"
     sampler = SGLD(
         model.parameters(),
@@ -109,7 +107,7 @@ def train(parts: Run, folder: Path, progress: Progress) -> float:
         began = saved = time.monotonic()
         for x, y in loader.until(schedule.total_steps):
             sampler.zero_grad()
-            with _interruptible(interrupted):
+            with _interruptible(interrupted), lost("during a step"):
                 (cross_entropy(parts.model(x), y) * loader.share).backward()
                 sampler.step()
             schedule.step()

@@ -21,14 +21,14 @@ import torch
 
 from .. import files
 from ..checks import differences
-from ..distributed.ranks import Ranks, agree, gather
+from ..distributed.ranks import ALONE, Ranks, agree, gather
 from ..lowering import lower
 from ..posterior import Posterior
 from ..reading import chain_folder, chain_folders
 from ..store import SampleStore
 from ..version import __version__
 from . import data as datasets
-from .chain import ALONE, Run, network, prepare, train
+from .chain import Run, network, prepare, train
 from .data import Data
 from .machine import cores, environment
 from .presets import Experiment, from_json
@@ -60,12 +60,14 @@ def run(
         agree({"settings": config.to_json(), "a run in the folder": begun, "a result in it": done}, ranks.group)
     if done:
         return read_result(folder)
-    data = load(config, data_dir)
+    data = _loaded(config, data_dir, ranks)
     samples, rest = prepare(config, data).schedule.samples, 1.0
     if not begun and ranks.first:  # not before all is known to fit together: else a mistake would occupy the folder
         folder.mkdir(parents=True, exist_ok=True)
         files.write(folder / CONFIG, [json.dumps(config.to_json(), indent=1).encode()])
     ranks.wait()
+    if ranks.size > 1:
+        agree({"a run in the folder, which all ranks must see,": (folder / CONFIG).exists()}, ranks.group)
     if config.beginning is not None:
         rest = config.length_in_epochs / (config.length_in_epochs + config.epochs)
         first: Progress = lambda label, share: progress(label, share * (1 - rest))  # noqa: E731
@@ -78,7 +80,7 @@ def run(
         advance: Progress = lambda label, n: progress(label, n * examples / len(data.test))  # noqa: E731
         result = _result(config, data, folder, became, ranks, advance)
         files.write(folder / RESULT, [json.dumps(result, indent=1, allow_nan=False).encode()])
-    ranks.wait()
+    ranks.patient().wait()  # while the first averages
     return read_result(folder)
 
 
@@ -103,7 +105,7 @@ def _chains(
         mine = range(team.part, team.part + 1)
     share: Progress = lambda label, done: progress(label, done / len(mine))  # noqa: E731
     became = {chain: _chain(config, folder, data_dir, chain, data, team, share) for chain in mine}
-    everywhere = gather(became, ranks.group) if ranks.size > 1 else [became]
+    everywhere = gather(became, ranks.patient().group) if ranks.size > 1 else [became]
     return {int(chain): about for found in everywhere for chain, about in found.items()}
 
 
@@ -142,6 +144,18 @@ def _chain(
     return {"steps": parts.schedule.total_steps, "seconds": seconds, "bytes": _bytes_held(parts)}
 
 
+def _loaded(config: Experiment, data_dir: Path | None, ranks: Ranks) -> Data:
+    """The data, the same on all ranks; the first finds or fetches them before the others look."""
+    if not ranks.first:
+        ranks.wait()
+    data = load(config, data_dir)
+    if ranks.first:
+        ranks.wait()
+    if ranks.size > 1:
+        agree({"training examples": len(data.train), "test examples": len(data.test), "data": data.note}, ranks.group)
+    return data
+
+
 def load(config: Experiment, data_dir: Path | None) -> Data:
     return datasets.load(config.data, data_dir, **config.load_options())
 
@@ -159,6 +173,8 @@ def _result(
     began, average = time.monotonic(), posterior(config, data, folder)
     scored = score(average, datasets.loader(data.test, TEST_BATCH, shuffle=False, workers=config.workers), progress)
     stores = [SampleStore.open(place) for place in chain_folders(folder)]
+    if len(stores) != config.chains:
+        raise ValueError(f"{folder} has {len(stores)} of {config.chains} chains; do all ranks see the same folder?")
     weights = sum(p.numel() for p in average.model.parameters())
     stored = sum(store.nbytes for store in stores) / len(average)
     return {

@@ -89,6 +89,8 @@ class Experiment(ABC):
                 whole(name, getattr(self, name), 1)
         if self.wire is not None:
             object.__setattr__(self, "wire", str(check_carried(self.wire)))
+            if self.low is None and self.wire != "fp32":
+                raise ValueError(f"{self.how.name} is in full precision; leave --wire={self.wire} out")
         whole("workers", self.workers, 0)
         number("lr", self.lr)
         number("weight_decay", self.weight_decay)
@@ -164,7 +166,7 @@ class Experiment(ABC):
         return [
             f"{name.replace('_', ' ')} {here}" + (f" instead of {paper:g}" if paper is not None else "")
             for name, (here, paper) in self._changed().items()
-        ]
+        ] + ([f"gradients between ranks in {self.wire}"] if self.wire not in (None, "fp32") else [])
 
     @property
     def command(self) -> str:

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.distributions import Normal
 
 from .. import random, theory
-from ..distributed.ranks import Ranks, agree, gather
+from ..distributed.ranks import ALONE, Ranks, agree, gather
 from ..formats import FP32, FixedPoint, Format, parse
 from ..ops import corrected, quantize
 from ..random import Key
@@ -38,7 +38,6 @@ __all__ = ["METHODS", "Result", "Row", "Settings", "draw", "run"]
 
 RECORDS = 200  # times each chain is looked at; between them it forgets little, so that more would tell little
 MAX_STEPS = 10**8
-ALONE = Ranks()
 
 Step: TypeAlias = Callable[[Tensor, float, Tensor, Format, Key], Tensor]  # (θ, α, 2α, format, key) -> θ'
 Exact: TypeAlias = tuple[float | None, float | None]  # variance and W2
@@ -176,7 +175,7 @@ def run(
         found[i] = _summary(name, alpha, settings, samples, known, seconds), _shares(samples, points)
     if ranks.size > 1:
         mine = {i: (asdict(row), shares.tolist()) for i, (row, shares) in found.items()}
-        told = {int(i): about for part in gather(mine, ranks.group) for i, about in part.items()}
+        told = {int(i): about for part in gather(mine, ranks.patient().group) for i, about in part.items()}
         found = {i: (Row(**row), torch.tensor(shares, dtype=torch.float64)) for i, (row, shares) in told.items()}
     rows, shares = zip(*(found[i] for i in range(len(cases))), strict=True)
     return Result(settings, points, rows, shares)

@@ -86,9 +86,9 @@ def fail(message: str, code: int) -> int:
     return code
 
 
-def rank() -> int | None:
+def rank() -> str | None:
     """Which of several processes this is, to say who speaks; None if it is the only one."""
-    return int(os.environ["RANK"]) if launched() and os.environ["WORLD_SIZE"] != "1" else None
+    return os.environ["RANK"] if launched() and os.environ["WORLD_SIZE"] != "1" else None
 
 
 def console() -> Console:
