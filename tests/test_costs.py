@@ -21,7 +21,7 @@ from benchmarks import pair, scaling
 from qlangevin.distributed import Wire, replicate
 from qlangevin.distributed.costs import BUCKET, Costs, Job, Machine, run, step, wire_bytes
 from qlangevin.distributed.sharding import shard
-from qlangevin.steps import local
+from qlangevin.shards import local
 
 RANKS = 8
 PACKED = 1 + 1 / 512  # rows of 512

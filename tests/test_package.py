@@ -23,12 +23,12 @@ PACKAGE = ROOT / "src" / "qlangevin"
 # Data flows down: a module imports only from those before it. "" is the package itself, its public names.
 ORDER = [
     *["version", "checks", "formats", "random", "rounding", "ops", "native", "codes", "qtensor"],
-    *["steps", "settings", "arrival", "samplers", "moments", "schedules", "loader", "selection", "packing"],
+    *["shards", "steps", "settings", "arrival", "samplers", "moments", "schedules", "loader", "selection", "packing"],
     *["saving", "flow", "convolution", "recurrent", "lowering"],
     *["hashing", "files", "locking", "manifest", "contents", "reading", "origin", "store", "trees", "checkpoints"],
     *["links", "ensemble", "progress", "posterior", "metrics", "diagnostics"],
     *["stationary", "bounds", "theory"],
-    *(f"distributed.{name}" for name in ["ranks", "wire", "replicas", "sharding", "costs"]),
+    *(f"distributed.{name}" for name in ["ranks", "wire", "replicas", "sharding", "gathering", "costs"]),
     "distributed",
     "",  # the library ends here
     *(f"experiments.sources.{name}" for name in ["augment", "examples", "fetch", "readers", "text", "images"]),

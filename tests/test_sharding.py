@@ -17,10 +17,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import qlangevin as ql
-from qlangevin.distributed import sharding
+from qlangevin.distributed import gathered, sharding
 from qlangevin.distributed.sharding import QShard
 from qlangevin.qtensor import QTensor
-from qlangevin.steps import Update, local, parameter_key, update_codes_
+from qlangevin.shards import local
+from qlangevin.steps import Update, parameter_key, update_codes_
 
 STEPS, RANKS = 20, 2
 SETTINGS: dict[str, Any] = {"lr": 0.3, "num_data": 1000, "weight_decay": 1e-3, "gradients": "bfp8", "seed": 5}
@@ -87,7 +88,7 @@ def run_chain(model: nn.Module, rank: int, **settings: Any) -> ql.SGLD:
 
 
 def all_codes(model: nn.Module, sampler: ql.SGLD | None = None) -> dict[str, Tensor] | None:
-    whole = sharding.gathered(model, sampler)
+    whole = gathered(model, sampler)
     return None if whole is None else codes_of(whole)
 
 
@@ -104,7 +105,7 @@ def packed(rank: int, folder: Path) -> Found:
         cast(QTensor, seen[0]).decode()
     sampler = run_chain(model, rank)
     model(batch(0)[0])  # the model stays gathered after this
-    sample = sharding.gathered(model)
+    sample = gathered(model)
     if sample is not None:
         with ql.SampleStore.create(folder / "store", sample, sampler) as store:
             store.append(sample)

@@ -20,17 +20,8 @@ from .formats import Format, parse
 from .ops import Algorithm, Rounding
 from .qtensor import QTensor
 from .settings import FORMATS, Settings, check_parameter
-from .steps import (
-    Update,
-    check_shard,
-    first_anywhere,
-    local,
-    parameter_key,
-    quantized,
-    sgld_op,
-    shard_of,
-    update_codes_,
-)
+from .shards import check_shard, first_anywhere, local, shard_of
+from .steps import Update, parameter_key, quantized, sgld_op, update_codes_
 
 __all__ = ["SGLD"]
 

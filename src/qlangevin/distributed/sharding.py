@@ -20,17 +20,14 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from .. import lowering
-from ..contents import named_tensors
-from ..formats import FP32, BlockFloat, Format, check_holds, parse
+from ..formats import BlockFloat, Format, check_holds, parse
 from ..packing import check_owners, replace_parameters
-from ..qtensor import QTensor, encode_on_grid
+from ..qtensor import QTensor
 from ..selection import Choice, choose
-from ..steps import local
 
-__all__ = ["QShard", "gathered", "shard"]
+__all__ = ["QShard", "joined", "place", "shard"]
 
 M = TypeVar("M", bound=nn.Module)
 aten = torch.ops.aten
@@ -167,7 +164,7 @@ def shard(
     check_owners(list(model.named_parameters()))
     mesh = _mesh_for(model) if mesh is None else mesh
     _begin_alike(model, mesh)
-    lowering.set_replica(model, _place(mesh))
+    lowering.set_replica(model, place(mesh))
     parts = [p for p in model.parameters() if isinstance(p, QTensor) and p not in whole]
     replace_parameters(model, {id(p): nn.Parameter(_alias(p), p.requires_grad) for p in parts})
     del parts  # their codes are free as soon as they have been handed out
@@ -180,7 +177,7 @@ def shard(
     return model
 
 
-def _place(mesh: Any) -> int:
+def place(mesh: Any) -> int:
     """Which of the processes of a mesh this is, counted row by row."""
     place = 0
     for at, size in zip(mesh.get_coordinate(), mesh.shape, strict=True):
@@ -247,66 +244,3 @@ def _average(p: Tensor, mesh: Any) -> None:
     for dim in range(mesh.ndim):
         dist.all_reduce(gradient, group=mesh.get_group(dim))
     gradient.div_(mesh.size())
-
-
-def gathered(model: nn.Module, sampler: Optimizer | None = None) -> nn.Module | None:
-    """All of a sharded model's parameters and buffers, packed, for `SampleStore.append`; every process calls this.
-
-    The first process gets a module that has the names of the model, and no forward; the others get None. Parameters that are
-    not packed are, if the sampler keeps them on a grid. Buffers are those of the first process.
-    """
-    from torch.distributed.fsdp import FSDPModule
-
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
-    groups = sampler.param_groups if sampler is not None else []
-    known = {id(p): parse(group["weights"]) for group in groups if group.get("weights") for p in group["params"]}
-    meshes = [cast(Any, p).device_mesh for p in model.parameters() if local(p) is not p]
-    first = _place(meshes[0]) == 0 if meshes else dist.get_rank() == 0
-    tree = nn.Module() if first else None
-    for name, t in named_tensors(model).items():
-        values = _gather(t)
-        if tree is not None and values is not None:
-            _put(tree, name, _packed(name, values, known.get(id(t), FP32)), t)
-    return tree
-
-
-@torch.no_grad()
-def _gather(t: Tensor) -> Tensor | None:
-    """All of a tensor; of shards of codes only where the first of them is."""
-    part = local(t)
-    if part is t:
-        return t.detach().clone()
-    if not isinstance(part, QShard):
-        return cast(Tensor, cast(Any, t).full_tensor().detach())
-    mesh, placements = cast(Any, t).device_mesh, cast(Any, t).placements
-    [dim] = [d for d, placement in enumerate(placements) if not placement.is_replicate()]
-    group, ranks, lines = mesh.get_group(dim), mesh.size(dim), []
-    for line in part.padded(ranks):
-        found = [torch.empty_like(line) for _ in range(ranks)] if mesh.get_local_rank(dim) == 0 else None
-        dist.gather(line.contiguous(), found, dist.get_global_rank(group, 0), group)
-        lines += [torch.cat(found)] if found else []
-    return joined(part, lines, t.dtype) if lines else None
-
-
-def _packed(name: str, values: Tensor, format: Format) -> Tensor:
-    if isinstance(values, QTensor) or format.storage_bits >= 32:
-        return values
-    found = encode_on_grid(values, format)
-    if found is None:
-        raise ValueError(f"{name!r} is not on the grid of {format}: something other than the sampler wrote it")
-    return found
-
-
-def _put(tree: nn.Module, name: str, values: Tensor, like: Tensor) -> None:
-    """Give a bare module a parameter or buffer of a dotted name."""
-    *where, last = name.split(".")
-    for step in where:
-        if step not in tree._modules:
-            tree.add_module(step, nn.Module())
-        tree = tree.get_submodule(step)
-    if isinstance(like, nn.Parameter):
-        tree.register_parameter(last, nn.Parameter(values, like.requires_grad))
-    else:
-        tree.register_buffer(last, values)
