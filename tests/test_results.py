@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from runs import run
 
-from qlangevin.experiments.reporting.results import checked, load, unique
+from qlangevin.experiments.reporting.results import checked, computing, load, unique
 
 
 def save(result: Any, *path: Any) -> Path:
@@ -157,3 +157,10 @@ def test_a_result_with_anything_in_any_place_is_taken_or_refused_in_a_sentence(d
     where[name] = data.draw(JSON)
     message = refusal(result)
     assert message is None or message.startswith("this is ")
+
+
+def test_computing_counts_chains_and_ranks() -> None:
+    trace: dict[str, Any] = {"steps": [1, 2, 1, 2]}
+    one: dict[str, Any] = {"trace": trace, "seconds": {"train": 10.0, "evaluate": 1.0}}
+    assert computing(one) == 11
+    assert computing(one | {"ranks": 2, "trace": trace | {"chains": [2, 2]}}) == 41

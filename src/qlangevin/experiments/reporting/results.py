@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 from ...files import parse_json, read
 
-__all__ = ["RESULT", "Result", "chains_of", "checked", "load", "unique"]
+__all__ = ["RESULT", "Result", "chains_of", "checked", "computing", "load", "unique"]
 
 RESULT = "result.json"
 LARGE = 1e300  # beyond it sums are no numbers any more
@@ -84,6 +84,7 @@ OPTIONAL: dict[str, tuple[Test, str]] = {
     "scaled": (_list(lambda value: isinstance(value, str)), "a list of texts"),
     "r_hat": AMOUNT,
     "ess": AMOUNT,
+    "ranks": WHOLE,
     "scores.top5": SHARE,
     "single": MAPPING,
     **dict.fromkeys(("single.error", "single.ece", "single.top5"), SHARE),
@@ -195,3 +196,9 @@ def chains_of(result: Result) -> list[int]:
     """How many samples of each chain a trace has, one chain after the other."""
     trace = result["trace"]
     return list(trace.get("chains") or [len(trace["steps"])])
+
+
+def computing(result: Result) -> float:
+    """Seconds of computing: of all chains, which are taken to be as long as the longest, on all of their ranks."""
+    seconds = result["seconds"]
+    return float(len(chains_of(result)) * result.get("ranks", 1) * seconds["train"] + seconds["evaluate"])

@@ -10,7 +10,7 @@ from . import figures
 from .claims import DEFINITION, Claim, claims
 from .document import Block, Code, Document, Note, Picture, Section, Text
 from .looks import render
-from .results import Result
+from .results import Result, computing
 from .summary import SCORES, Cells, by_experiment, method_name, mixtures, shown_formats, sweep, title
 from .tables import (
     COSTS,
@@ -83,7 +83,7 @@ def document(results: Sequence[Result], heading: str, lead: Sequence[Block] = ()
 
 
 def _glance(results: Sequence[Result], experiments: Mapping[str, Cells], found: Sequence[Claim]) -> str:
-    spent = sum(run["seconds"]["train"] + run["seconds"]["evaluate"] for run in results)
+    spent = sum(computing(run) for run in results)
     names = ", ".join(title(name) for name in experiments)
     text = f"{_count(len(results), 'run')} of {names}; {duration(spent)} of computing."
     if found:
@@ -220,7 +220,7 @@ def _cost_picture(experiment: str, shown: Cells) -> Picture:
 
 
 def _origin(results: Sequence[Result], experiments: Mapping[str, Cells]) -> Iterator[Block]:
-    spent = sum(run["seconds"]["train"] + run["seconds"]["evaluate"] for run in results)
+    spent = sum(computing(run) for run in results)
     seeds = sorted({run["settings"]["seed"] for run in results})
     yield Text(
         f"{_count(len(results), 'run')} with {'seed' if len(seeds) == 1 else 'seeds'} {', '.join(map(str, seeds))} took "

@@ -9,7 +9,7 @@ from ..methods import METHODS
 from .claims import Claim
 from .document import Heading, Table
 from .paper import FAMILIES, PAPER, ROWS
-from .results import Result
+from .results import Result, computing
 from .summary import SCORES, Cells, Estimate, Score, estimate, family, method_name, score, scores, sweep, title
 
 __all__ = [
@@ -166,7 +166,7 @@ def machines(results: Sequence[Result]) -> Table:
     for run in results:
         e = run["environment"]
         name = (e["machine"], *(str(e[n]) for n in ("cores", "threads", "kernels", "torch")), run["version"])
-        counts.setdefault(name, []).append(run["seconds"]["train"] + run["seconds"]["evaluate"])
+        counts.setdefault(name, []).append(computing(run))
     rows = tuple((*name, str(len(each)), duration(sum(each))) for name, each in counts.items())
     head = ("machine", "cores", "threads", "kernels", "torch", "qlangevin", "runs", "computing time")
     return Table("Machines", head, rows)
@@ -179,7 +179,7 @@ def runs_table(experiments: Mapping[str, Cells]) -> Table:
         rows.append(Heading(title(experiment)))
         for (method, format), runs in cells.items():
             seeds = ", ".join(str(run["settings"]["seed"]) for run in runs)
-            spent = sum(run["seconds"]["train"] + run["seconds"]["evaluate"] for run in runs)
+            spent = sum(computing(run) for run in runs)
             rows.append((method_name(method), format, seeds, duration(spent), max(run["finished"] for run in runs)))
     head = ("", "format", "seeds", "computing time", "finished")
     return Table("Runs", head, tuple(rows), folded=len(rows) > FOLD)
