@@ -65,6 +65,21 @@ def patient(ranks: Ranks) -> list[Any]:
     return [longer.rank, longer.size, longer.timeout, gather(ranks.rank, longer.group)]
 
 
+def tardy() -> list[Any]:
+    """One rank comes later than ranks may at the beginning, and than they may in a group that is not patient."""
+    with join(patience=2, timeout=2) as ranks:
+        longer = ranks.patient(60.0)
+        if ranks.first:
+            sleep(4)
+        found = gather(ranks.rank, longer.group)
+        longer.wait()
+    return found
+
+
+def test_patient_ranks_wait_for_one_that_has_more_to_do() -> None:
+    assert teams.values(tardy, 2, alone=True) == [[0, 1], [0, 1]]
+
+
 def test_ranks_that_wait_longer_are_the_same_ranks() -> None:
     assert teams.values(patient, 2) == [[0, 2, 100.0, [0, 1]], [1, 2, 100.0, [0, 1]]]
     assert Ranks().patient() == Ranks()

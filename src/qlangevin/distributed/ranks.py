@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from time import monotonic, sleep
@@ -50,7 +50,7 @@ class Ranks:
     timeout: float = 1800.0
 
     def patient(self, timeout: float = 7 * 86400.0) -> Ranks:
-        """The same ranks, which wait long for those with more to do. All of them must call this."""
+        """The same ranks, which wait long for those with more to do. All of them must call this, and about at the same time."""
         if self.group is None:
             return self
         members, late = dist.get_process_group_ranks(self.group), timedelta(seconds=timeout)
@@ -120,7 +120,6 @@ def join(backend: str | None = None, *, patience: float = PATIENCE, timeout: flo
     finally:
         if own and dist.is_initialized():
             dist.destroy_process_group()
-            _leave()
 
 
 def _place() -> tuple[int, int]:
@@ -146,7 +145,7 @@ def _meet(backend: str | None, rank: int, size: int, patience: float, timeout: f
         if told not in _stores:
             _stores[told] = _store(rank, size, patience), 0
         store, times = _stores[told]
-        here = _at(store, times)
+        here = PrefixStore(f"qlangevin/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}/{times}", store)
         here.set(f"rank {rank}", "here")
         _await(here, size, patience)
         dist.init_process_group(backend, store=here, rank=rank, world_size=size, timeout=timedelta(seconds=timeout))
@@ -159,17 +158,6 @@ def _meet(backend: str | None, rank: int, size: int, patience: float, timeout: f
             f"rank {rank} of {size} did not meet the others at {where} within {patience:g} s: are all of them started, "
             f"each with its own RANK? ({first})"
         ) from None
-
-
-def _leave() -> None:
-    """Take back that this rank is here, should it come again; who has the store may be gone."""
-    for told, (store, times) in _stores.items():
-        with suppress(RuntimeError):
-            _at(store, times - 1).delete_key(f"rank {told[0]}")
-
-
-def _at(store: Any, times: int) -> Any:
-    return PrefixStore(f"qlangevin/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}/{times}", store)
 
 
 def _store(rank: int, size: int, patience: float) -> Any:

@@ -60,14 +60,11 @@ def run(
         agree({"settings": config.to_json(), "a run in the folder": begun, "a result in it": done}, ranks.group)
     if done:
         return read_result(folder)
+    patient = ranks.patient()  # for those with more to do
     data = _loaded(config, data_dir, ranks)
     samples, rest = prepare(config, data).schedule.samples, 1.0
-    if not begun and ranks.first:  # not before all is known to fit together: else a mistake would occupy the folder
-        folder.mkdir(parents=True, exist_ok=True)
-        files.write(folder / CONFIG, [json.dumps(config.to_json(), indent=1).encode()])
-    ranks.wait()
-    if ranks.size > 1:
-        agree({"a run in the folder, which all ranks must see,": (folder / CONFIG).exists()}, ranks.group)
+    if not begun:  # not before all is known to fit together: else a mistake would occupy the folder
+        _begin(config, folder, ranks)
     if config.beginning is not None:
         rest = config.length_in_epochs / (config.length_in_epochs + config.epochs)
         first: Progress = lambda label, share: progress(label, share * (1 - rest))  # noqa: E731
@@ -76,12 +73,24 @@ def run(
     work = 3 * config.chains * config.length_in_epochs * len(data.train), config.chains * samples * len(data.test)
     steps, examples = (rest * part / sum(work) for part in work)
     became = _chains(config, folder, data_dir, data, lambda label, share: progress(label, share * steps), ranks, jobs)
+    if ranks.size > 1:
+        became = {int(i): about for found in gather(became, patient.group) for i, about in found.items()}
     if ranks.first:
         advance: Progress = lambda label, n: progress(label, n * examples / len(data.test))  # noqa: E731
         result = _result(config, data, folder, became, ranks, advance)
         files.write(folder / RESULT, [json.dumps(result, indent=1, allow_nan=False).encode()])
-    ranks.patient().wait()  # while the first averages
+    patient.wait()  # while the first averages
     return read_result(folder)
+
+
+def _begin(config: Experiment, folder: Path, ranks: Ranks) -> None:
+    """Make the folder of the run, which all ranks must see."""
+    if ranks.first:
+        folder.mkdir(parents=True, exist_ok=True)
+        files.write(folder / CONFIG, [json.dumps(config.to_json(), indent=1).encode()])
+    ranks.wait()
+    if ranks.size > 1:
+        agree({"a run in the folder, which all ranks must see,": (folder / CONFIG).exists()}, ranks.group)
 
 
 def _check_ranks(config: Experiment, ranks: Ranks) -> None:
@@ -96,7 +105,7 @@ def _check_ranks(config: Experiment, ranks: Ranks) -> None:
 def _chains(
     config: Experiment, folder: Path, data_dir: Path | None, data: Data, progress: Progress, ranks: Ranks, jobs: int
 ) -> dict[int, dict[str, Any]]:
-    """Do all chains of a run, or what is left of them, and say of each what `_chain` says."""
+    """Do the chains of a run that are this rank's, or what is left of them, and say of each what `_chain` says."""
     if ranks.size == 1 and min(config.chains, jobs) > 1:
         return _side_by_side(config, folder, data_dir, progress, jobs)
     team, mine = ALONE, range(ranks.rank, config.chains, ranks.size)
@@ -104,9 +113,7 @@ def _chains(
         team = ranks.split(config.chains)
         mine = range(team.part, team.part + 1)
     share: Progress = lambda label, done: progress(label, done / len(mine))  # noqa: E731
-    became = {chain: _chain(config, folder, data_dir, chain, data, team, share) for chain in mine}
-    everywhere = gather(became, ranks.patient().group) if ranks.size > 1 else [became]
-    return {int(chain): about for found in everywhere for chain, about in found.items()}
+    return {chain: _chain(config, folder, data_dir, chain, data, team, share) for chain in mine}
 
 
 def _side_by_side(

@@ -164,6 +164,7 @@ def run(
     quantize(torch.zeros(1), settings.format)
     cases = [(alpha, name) for alpha in settings.stepsizes for name in METHODS]
     found: dict[int, tuple[Row, Tensor]] = {}
+    patient = ranks.patient()  # for those with more to do
     if ranks.size > 1:
         agree({f.name: getattr(settings, f.name) for f in fields(Settings)}, ranks.group)
     for i in range(ranks.rank, len(cases), ranks.size):
@@ -175,7 +176,7 @@ def run(
         found[i] = _summary(name, alpha, settings, samples, known, seconds), _shares(samples, points)
     if ranks.size > 1:
         mine = {i: (asdict(row), shares.tolist()) for i, (row, shares) in found.items()}
-        told = {int(i): about for part in gather(mine, ranks.patient().group) for i, about in part.items()}
+        told = {int(i): about for part in gather(mine, patient.group) for i, about in part.items()}
         found = {i: (Row(**row), torch.tensor(shares, dtype=torch.float64)) for i, (row, shares) in told.items()}
     rows, shares = zip(*(found[i] for i in range(len(cases))), strict=True)
     return Result(settings, points, rows, shares)
