@@ -4,7 +4,7 @@ VENV := .venv
 PIP = $(VENV)/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
 # The installation is editable: Python files are read from src/. These are compiled or copied, so they call for a new one.
-INSTALLED = pyproject.toml CMakeLists.txt src/qlangevin/version.py \
+INSTALLED = pyproject.toml CMakeLists.txt src/qlangevin/_version.py \
     $(wildcard src/qlangevin/native/*.cpp src/qlangevin/native/*.h)
 
 .PHONY: help demo test bench reproduce clean

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 import qlangevin as ql
-from qlangevin import random
-from qlangevin.formats import BlockFloat, FixedPoint, Float, binade, power_of_two
+from qlangevin.quantization import random
+from qlangevin.quantization.formats import BlockFloat, FixedPoint, Float, binade, power_of_two
 
 FIXED = ("fixed8.3", "fixed8.6", "fixed8.7", "fixed4.2", "fixed16.10", "fixed8.-2")
 FLOATS = ("e4m3", "e5m2", "e3m4", "e8m7", "fp8_e4m3", "fp8_e5m2", "fp16", "bf16")

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 import qlangevin as ql
-from qlangevin import random
-from qlangevin.formats import BlockFloat, FixedPoint
-from qlangevin.random import NORMAL_BOUND
+from qlangevin.quantization import random
+from qlangevin.quantization.formats import BlockFloat, FixedPoint
+from qlangevin.quantization.random import NORMAL_BOUND
 
 FORMAT, LENGTH = BlockFloat(8), 576
 ENDLESS = FixedPoint(25, 0)  # the integers, as far as float32 has them

@@ -1,7 +1,7 @@
 """``python -m benchmarks.kills``: kills runs with SIGKILL, resumes them, compares their stores with those of runs never killed.
 
 Half of the kills come from outside, at a random moment. The others a worker deals itself around a call with which
-`qlangevin.files` changes the disk, or with half of a part written. Exit code 1 if any store differs by a byte or a file.
+`qlangevin.storage.files` changes the disk, or with half of a part written. Exit code 1 if any store differs by a byte or a file.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import qlangevin as ql
-from qlangevin import files
+from qlangevin.storage import files
 
 Waiting: TypeAlias = Generator[None, None, Any]  # yields while there is nothing to do, so that several can take turns
 Made = tuple[nn.Module, ql.SGLD, Any, ql.Loader]

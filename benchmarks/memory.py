@@ -29,7 +29,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import qlangevin as ql
 from qlangevin.experiments.models import ResNet18
-from qlangevin.saving import AsItIs, Codes, SavedAsCodes
+from qlangevin.lowering.saved_tensors import AsItIs, Codes, SavedAsCodes
 
 from .timing import Goal, Row
 from .training import Batch, images, lower_and_pack, sampler

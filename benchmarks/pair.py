@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 import qlangevin as ql
 from qlangevin.distributed import Ranks, Wire, join, replicate
-from qlangevin.distributed.sharding import shard
+from qlangevin.distributed.shards import shard
 from qlangevin.experiments.models import ResNet18
 
 from .memory import MB, reset_peak, resident

@@ -1,4 +1,4 @@
-"""One chain on two ranks, measured against `qlangevin.distributed.costs`: seconds of a step, bytes sent, memory.
+"""One chain on two ranks, measured against `benchmarks.cost_model`: seconds of a step, bytes sent, memory.
 
 Two processes with a thread each talk over the loopback device by gloo. What one rank does alone, how fast gradients are rounded
 for the wire, and how fast a plain all-to-all is, is measured in the same job, all taking turns; the step of two ranks is what
@@ -17,7 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from qlangevin.distributed.costs import Job, Machine, step
+from benchmarks.cost_model import Job, Machine, step
 
 from .memory import ENVIRONMENT, MB, can_measure
 from .pair import ASIDE, NAMES, RANKS, SIZE, SOLO, Case, Kind, Options

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import qlangevin as ql
 from qlangevin import native
-from qlangevin.steps import parameter_key
+from qlangevin.sampling.step import parameter_key
 
 from .timing import WALL, Contestant, Goal, Row, measure
 

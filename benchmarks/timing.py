@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 
 from qlangevin import native
-from qlangevin.experiments.machine import processor
+from qlangevin.experiments.environment import processor
 
 WALL, PROCESSOR = time.perf_counter, time.thread_time
 

@@ -8,7 +8,7 @@ import sys
 import torch
 
 import qlangevin as ql
-from qlangevin import random
+from qlangevin.quantization import random
 
 from .timing import PROCESSOR, Goal, Row
 

@@ -5,25 +5,26 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from . import lowering, native, theory
-from .checkpoints import load_checkpoint, save_checkpoint
-from .files import DamagedError
-from .formats import BF16, FP8_E4M3, FP8_E5M2, FP16, FP32, BlockFloat, FixedPoint, Float, Format, parse
-from .links import Uncertainty
-from .loader import Loader
-from .lowering import Quantize, lower, unlower
-from .ops import corrected, quantize
-from .packing import pack, unpack
-from .posterior import Posterior
-from .qtensor import QTensor, encode
-from .random import Key
-from .reading import Sample
-from .samplers import SGLD
-from .schedules import ConstantLR, CyclicalLR, LinearDecayLR, StepDecayLR
-from .store import SampleStore
-from .version import __version__
+from ._version import __version__
+from .lowering.layers import Quantize, lower, unlower
+from .prediction.posterior import Posterior
+from .prediction.predictive import Uncertainty
+from .quantization.formats import BF16, FP8_E4M3, FP8_E5M2, FP16, FP32, BlockFloat, FixedPoint, Float, Format, parse
+from .quantization.operators import corrected, quantize
+from .quantization.qtensor import QTensor, encode
+from .quantization.random import Key
+from .sampling.loader import Loader
+from .sampling.packing import pack, unpack
+from .sampling.schedules import ConstantLR, CyclicalLR, LinearDecayLR, StepDecayLR
+from .sampling.sgld import SGLD
+from .storage.checkpoint import load_checkpoint, save_checkpoint
+from .storage.files import DamagedError
+from .storage.sample import Sample
+from .storage.store import SampleStore
 
 if TYPE_CHECKING:
-    from . import diagnostics, distributed, metrics
+    from . import distributed
+    from .prediction import diagnostics, metrics
 
 __all__ = [
     "BF16",
@@ -69,8 +70,15 @@ __all__ = [
 ]
 
 
+# Imported on first use: they need large libraries, or parts of PyTorch that some builds lack.
+_LAZY = {"diagnostics": "prediction.diagnostics", "distributed": "distributed", "metrics": "prediction.metrics"}
+
+
 def __getattr__(name: str) -> ModuleType:
-    """Modules that bring large libraries along, or parts of PyTorch it may lack, are imported when they are first used."""
-    if name in ("diagnostics", "distributed", "metrics"):
-        return import_module(f".{name}", __name__)
+    if name in _LAZY:
+        return import_module(f".{_LAZY[name]}", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

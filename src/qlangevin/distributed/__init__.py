@@ -10,7 +10,7 @@ from __future__ import annotations
 from .gathering import gathered
 from .ranks import MissingRankError, Ranks, agree, gather, join, launched
 from .replicas import ReplicasDifferError, Watch, checksum, replicate
-from .sharding import shard
+from .shards import shard
 from .wire import Wire
 
 __all__ = [

@@ -9,11 +9,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..contents import named_tensors
-from ..formats import FP32, Format, parse
-from ..qtensor import QTensor, encode_on_grid
-from ..shards import local
-from .sharding import QShard, joined, place
+from .._dtensor import local
+from ..quantization.formats import FP32, Format, parse
+from ..quantization.qtensor import QTensor, encode_on_grid
+from ..storage.model_tensors import named_tensors
+from .shards import QShard, joined, place
 
 __all__ = ["gathered"]
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from ..checks import differences, number, whole
+from .._validate import differences, number, whole
 
 __all__ = ["ALONE", "MissingRankError", "Ranks", "agree", "gather", "join", "launched", "lost", "same"]
 

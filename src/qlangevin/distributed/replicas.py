@@ -14,12 +14,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from .. import contents, lowering
-from ..checks import whole
-from ..formats import FP32, Format
-from ..origin import settings_of, steps_of
-from ..qtensor import QTensor
-from ..samplers import SGLD
+from .. import lowering
+from .._validate import whole
+from ..quantization.formats import FP32, Format
+from ..quantization.qtensor import QTensor
+from ..sampling.sgld import SGLD
+from ..storage import model_tensors
+from ..storage.origin import settings_of, steps_of
 from .ranks import agree, gather, lost, same
 from .wire import Wire
 
@@ -61,12 +62,12 @@ def replicate(
         raise ValueError(
             "there are no ranks for replicas; call this inside of join(), in processes torchrun has started"
         )
-    inner, group = contents.unwrapped(model), group or dist.group.WORLD
+    inner, group = model_tensors.unwrapped(model), group or dist.group.WORLD
     carrier, watch = _together(lambda: _prepared(inner, sampler, wire, every, group), group)
     plain = {n: v for n, v in options.items() if isinstance(v, (bool, float, int)) and n != "output_device"}
     agree({"every": watch.every, "options": plain, **_facts(inner, sampler, carrier)}, group)
     lowering.set_replica(inner, dist.get_rank(group))
-    setattr(inner, contents.RANKS, dist.get_world_size(group))
+    setattr(inner, model_tensors.RANKS, dist.get_world_size(group))
     with lost("when the first weights were sent"):
         replicated = DistributedDataParallel(model, process_group=group, **options)
         _send_accumulators(sampler, group)
@@ -121,7 +122,8 @@ def _facts(model: nn.Module, sampler: SGLD, wire: Wire | None) -> dict[str, Any]
         "counts": lowering.state_dict(model),
         "wire": None if wire is None else str(wire.format),
         "tensors": {
-            name: str(info) for name, info in contents.describe(contents.named_tensors(model), sampler).items()
+            name: str(info)
+            for name, info in model_tensors.describe(model_tensors.named_tensors(model), sampler).items()
         },
     }
 
@@ -142,7 +144,7 @@ class Watch:
     """
 
     def __init__(self, model: nn.Module, sampler: SGLD, every: int = 100, group: Any = None) -> None:
-        self.model, self.sampler, self.group = contents.unwrapped(model), sampler, group
+        self.model, self.sampler, self.group = model_tensors.unwrapped(model), sampler, group
         self.every, self.steps = whole("every", every, 0), 0
 
     def __call__(self, *_: Any) -> None:

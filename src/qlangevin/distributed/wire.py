@@ -24,11 +24,12 @@ from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 from torch.optim import Optimizer
 
-from .. import native, ops, random
-from ..codes import DTYPES, empty_codes, encode_op, values_of
-from ..formats import FP32, BlockFloat, Format, parse
-from ..samplers import first_not_finite
-from ..steps import parameter_key
+from .. import native
+from ..quantization import operators, random
+from ..quantization.codes import DTYPES, empty_codes, encode_op, values_of
+from ..quantization.formats import FP32, BlockFloat, Format, parse
+from ..sampling.sgld import first_not_finite
+from ..sampling.step import parameter_key
 from .ranks import lost
 
 __all__ = ["Wire", "check_carried"]
@@ -108,7 +109,7 @@ class Wire:
             codes, exponents = empty_codes(g, self.format)
             native.run_coded(g, self.format, "stochastic", key, random.GRADIENT, (codes, exponents))
         else:
-            q = ops.quantize_op(g, str(self.format), "stochastic", *ops.key_bits(key), random.GRADIENT)
+            q = operators.quantize_op(g, str(self.format), "stochastic", *operators.key_bits(key), random.GRADIENT)
             codes, exponents = encode_op(q, str(self.format))
         return codes.view(torch.uint8), exponents.view(torch.uint8)
 

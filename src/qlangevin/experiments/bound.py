@@ -20,10 +20,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributions import Normal
 
-from .. import random, theory
-from ..checks import whole
-from ..formats import FixedPoint, parse
-from ..random import Key
+from .. import theory
+from .._validate import whole
+from ..quantization import random
+from ..quantization.formats import FixedPoint, parse
+from ..quantization.random import Key
 from . import gaussian
 
 if TYPE_CHECKING:

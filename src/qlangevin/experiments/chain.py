@@ -16,22 +16,22 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from ..checkpoints import load_checkpoint, save_checkpoint
 from ..distributed.ranks import ALONE, MissingRankError, Ranks, agree, lost
 from ..distributed.replicas import Watch, replicate
-from ..formats import FP32, parse
-from ..loader import Loader
-from ..lowering import lower
-from ..origin import steps_of
-from ..packing import pack, unpack
-from ..random import Key
-from ..samplers import SGLD
-from ..schedules import Schedule
-from ..store import SampleStore
-from . import data as datasets
-from .data import Data
+from ..lowering.layers import lower
+from ..quantization.formats import FP32, parse
+from ..quantization.random import Key
+from ..sampling.loader import Loader
+from ..sampling.packing import pack, unpack
+from ..sampling.schedules import Schedule
+from ..sampling.sgld import SGLD
+from ..storage.checkpoint import load_checkpoint, save_checkpoint
+from ..storage.origin import steps_of
+from ..storage.store import SampleStore
+from .data import datasets as datasets
+from .data.datasets import Data
 from .presets import Experiment
-from .workers import Progress
+from .processes import Progress
 
 __all__ = ["Run", "network", "prepare", "train"]
 

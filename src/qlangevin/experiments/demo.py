@@ -11,14 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..checks import whole
-from . import classify, gaussian, report
-from .machine import cores
-from .pictures import save
+from .._validate import whole
+from . import gaussian, run
+from .environment import cores
+from .plotting import save
 from .presets import Digits
+from .report import build
 from .sweep import plan, sweep
 
-__all__ = ["Demo", "Settings", "remarks", "run"]
+__all__ = ["Demo", "Settings", "remarks", "run_demo"]
 
 LEAD = (
     "An 8-bit weight can only be a multiple of the gap Δ, so every step of a sampler has to round. Rounding is noise of its own, "
@@ -67,10 +68,10 @@ class Demo:
     page: Path
 
 
-def run(settings: Settings, progress: Callable[[str, float], None] = lambda label, share: None) -> Demo:
+def run_demo(settings: Settings, progress: Callable[[str, float], None] = lambda label, share: None) -> Demo:
     """Sample, save the runs and the report. Raises RuntimeError if a run fails."""
     figure, share = settings.out / "gaussian.png", settings.work / 3 / settings.gaussian.total_steps
-    classify.load(Digits(), None)  # what is not installed is missed at once
+    run.load(Digits(), None)  # what is not installed is missed at once
     settings.out.mkdir(parents=True, exist_ok=True)
     first = gaussian.run(settings.gaussian, lambda label, steps: progress(label, steps * share))
     save(figure, lambda path: gaussian.draw(first, path))
@@ -78,9 +79,9 @@ def run(settings: Settings, progress: Callable[[str, float], None] = lambda labe
     outcomes = sweep(configs, settings.out / "runs", None, settings.jobs or cores(), 1, progress)
     if failed := [f"{outcome.folder}: {outcome.error}" for outcome in outcomes if outcome.error]:
         raise RuntimeError("; ".join(failed))
-    results = [classify.read_result(outcome.folder) for outcome in outcomes]
-    lead = report.Lead(figure, CAPTION, LEAD)
-    return Demo(first, results, report.write(results, settings.out, "Why rounding noise must be corrected", lead))
+    results = [run.read_result(outcome.folder) for outcome in outcomes]
+    lead = build.Lead(figure, CAPTION, LEAD)
+    return Demo(first, results, build.write(results, settings.out, "Why rounding noise must be corrected", lead))
 
 
 def remarks(made: Demo) -> list[str]:

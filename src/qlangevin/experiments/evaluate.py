@@ -7,15 +7,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from .. import metrics
-from ..posterior import Posterior
-from ..reading import chain_folders
-from ..store import SampleStore
-from . import classify
-from . import data as datasets
-from .data import Examples, Name
+from ..prediction import metrics
+from ..prediction.posterior import Posterior
+from ..storage.sample import chain_folders
+from ..storage.store import SampleStore
+from . import run
+from .data import datasets as datasets
+from .data.datasets import Examples, Name
 from .presets import Experiment
-from .scoring import score
+from .score import score
 
 __all__ = ["evaluate"]
 
@@ -28,15 +28,15 @@ def evaluate(
     progress: Callable[[str, float], None] = lambda label, share: None,
 ) -> dict[str, Any]:
     """Scores of the average over the samples of all these runs, which may differ only in their seed."""
-    config = _common([classify.configuration(folder) for folder in folders], folders)
+    config = _common([run.configuration(folder) for folder in folders], folders)
     if limit_test is not None:
         config = replace(config, limit_test=limit_test)
     for folder in folders:
         if not all(len(SampleStore.open(place)) for place in chain_folders(folder)):
             raise ValueError(f"the run in {folder} has no samples yet")
-    data = classify.load(config, data_dir)
-    average = classify.posterior(config, data, *folders)
-    batches = datasets.loader(data.test, classify.TEST_BATCH, shuffle=False, workers=config.workers)
+    data = run.load(config, data_dir)
+    average = run.posterior(config, data, *folders)
+    batches = datasets.loader(data.test, run.TEST_BATCH, shuffle=False, workers=config.workers)
     share = 1 / len(data.test)
     found = score(average, batches, lambda label, n: progress(label, n * share))
     return {
@@ -64,5 +64,5 @@ def _against(
     if outside[0][0].shape != inside[0][0].shape:
         shapes = f"{tuple(outside[0][0].shape)}, not {tuple(inside[0][0].shape)}"
         raise ValueError(f"--ood={name} has inputs of shape {shapes} as the run's own data")
-    loaders = (datasets.loader(examples, classify.TEST_BATCH, shuffle=False) for examples in (inside, outside))
+    loaders = (datasets.loader(examples, run.TEST_BATCH, shuffle=False) for examples in (inside, outside))
     return {"data": name, **metrics.ood(*(average.uncertainty_loader(loader, progress=False) for loader in loaders))}

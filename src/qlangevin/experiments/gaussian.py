@@ -25,11 +25,12 @@ import torch
 from torch import Tensor
 from torch.distributions import Normal
 
-from .. import random, theory
+from .. import theory
 from ..distributed.ranks import ALONE, Ranks, agree, gather
-from ..formats import FP32, FixedPoint, Format, parse
-from ..ops import corrected, quantize
-from ..random import Key
+from ..quantization import random
+from ..quantization.formats import FP32, FixedPoint, Format, parse
+from ..quantization.operators import corrected, quantize
+from ..quantization.random import Key
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

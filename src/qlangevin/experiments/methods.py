@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from ..ops import Rounding
+from ..quantization.operators import Rounding
 
 __all__ = ["METHODS", "Method", "MethodName"]
 

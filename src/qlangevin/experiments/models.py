@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from ..lowering import Quantize
+from ..lowering.layers import Quantize
 
 __all__ = ["MLP", "LSTMClassifier", "LogisticRegression", "ResNet18"]
 

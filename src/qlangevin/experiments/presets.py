@@ -21,9 +21,9 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
-from ..schedules import ConstantLR, LinearDecayLR, Schedule, StepDecayLR
-from .data import Data, Name
-from .experiment import Experiment, Row
+from ..sampling.schedules import ConstantLR, LinearDecayLR, Schedule, StepDecayLR
+from .config import Experiment, Row
+from .data.datasets import Data, Name
 from .methods import MethodName
 from .models import MLP, LogisticRegression, LSTMClassifier, ResNet18
 

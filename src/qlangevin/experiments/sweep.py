@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from . import classify
+from . import run
 from .methods import METHODS, MethodName
 from .presets import Experiment
-from .workers import Progress, side_by_side
+from .processes import Progress, side_by_side
 
 __all__ = ["Outcome", "plan", "sweep"]
 
@@ -59,9 +59,9 @@ def sweep(
     """
     folders = [folder / config.run_name for config in configs]
     pairs = list(zip(configs, folders, strict=True))
-    left = [(config, f, data_dir) for config, f in pairs if not classify.finished(config, f)]
+    left = [(config, f, data_dir) for config, f in pairs if not run.finished(config, f)]
     if left:
-        classify.load(left[0][0], data_dir)  # what all of them need: to be missed, or downloaded, once
+        run.load(left[0][0], data_dir)  # what all of them need: to be missed, or downloaded, once
     done = len(pairs) - len(left)
     progress("sweep", done)
 
@@ -71,9 +71,9 @@ def sweep(
     became = side_by_side(_run, left, jobs, threads, told)
     errors = {left[i][1]: outcome.error for i, outcome in became.items()}
     lost = "its process died; run the same command again"
-    return [Outcome(f, errors.get(f, None if classify.finished(c, f) else lost)) for c, f in pairs]
+    return [Outcome(f, errors.get(f, None if run.finished(c, f) else lost)) for c, f in pairs]
 
 
 def _run(config: Experiment, folder: Path, data_dir: Path | None, progress: Progress) -> None:
     """One run, its chains one after the other: the processors have other runs to do."""
-    classify.run(config, folder, data_dir, progress)
+    run.run_experiment(config, folder, data_dir, progress)

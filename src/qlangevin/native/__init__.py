@@ -16,9 +16,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .. import ops, random, rounding
-from ..formats import FP32, BlockFloat, FixedPoint, Format
-from ..random import Key
+from ..quantization import operators, random, rounding
+from ..quantization.formats import FP32, BlockFloat, FixedPoint, Format
+from ..quantization.random import Key
 
 try:
     from . import _kernels as kernels
@@ -223,5 +223,5 @@ def _address(tensor: Tensor | None) -> int:
 
 
 if available:
-    ops.on_cpu("quantize", partial(ops.quantize_by, _quantize_values))
-    ops.on_cpu("corrected", partial(ops.corrected_by, _corrected_values))
+    operators.on_cpu("quantize", partial(operators.quantize_by, _quantize_values))
+    operators.on_cpu("corrected", partial(operators.corrected_by, _corrected_values))

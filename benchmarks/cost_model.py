@@ -1,0 +1,267 @@
+"""What a step costs on several ranks, on paper: bytes sent, bytes held, seconds. Plain arithmetic, nothing is measured here.
+
+A chain of N weights in T tensors and G layers is stepped by R ranks together. L are the weights of the largest layer, p the bytes
+of a packed weight with its share of exponents, b those of a gradient's element on the wire: 4, or 1 + 1/64 in ``"bfp8/64"``.
+
+    layout      a rank sends in a step                          a rank holds
+    chains      nothing (R = 1)                                 p N + 4 L, packed, stepped in backward; else (4 + 4) N
+    replicas    2 (R-1)/R b N + 2 (R-1) T flags                 (4 + 4 + 4) N + 2 b (N + B) + 4 B
+    shards      (R-1)/R (2 p + 4) N                             (p N + 4 L)/R + (2 p + 12) L
+
+Replicas: weights, gradients, DDP's buckets (not with ``gradient_as_bucket_view=True``), and what is sent and received, since all
+buckets are on their way until backward ends; B are the weights of a bucket, which is rounded as float32. Torch's own all-reduce
+needs the first three. Shards: codes are gathered in forward and in backward, gradients are scattered as float32; for a layer
+there are its codes and those of the next, its weights and gradient as float32, and what is scattered. An accumulator in float32
+is 4 N more, in shards 4 N/R. Every hundred steps replicas compare 16 bytes a tensor.
+
+    compute     6 N batch / (R flops), or what a step on one rank was measured to take, over R
+    rounding    (N, of shards N/R) / stepping + N (1 + 1/R) / coding, the latter of replicas with a wire
+    network     sent / network + messages · latency
+    step        compute + rounding + the network's time that is not hidden behind compute
+
+What is left out: activations, unless given; uneven shards, and vectors, which shards keep whole; buffers; several passes a step,
+for each of which shards send; ranks that wait for the slowest, or share a processor or a cable; loading of data.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from qlangevin._validate import fraction, number, whole
+from qlangevin.distributed.wire import check_carried
+from qlangevin.quantization.formats import FP32, BlockFloat
+
+__all__ = ["Costs", "Job", "Layout", "Machine", "Run", "run", "step", "wire_bytes"]
+
+Layout = Literal["chains", "replicas", "shards"]
+
+FLOAT = 4  # bytes
+PACKED = 1.02  # bytes of a weight in bfp8, exponents and BatchNorm's buffers included: what a ResNet-18 takes at most
+BUCKET = 25 * 2**20  # bytes of gradients that DDP sends together
+CHECKSUM = 16  # bytes a tensor, when the ranks compare theirs
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A rank and what it is connected to. What is not given costs nothing."""
+
+    flops: float = math.inf
+    """Operations a second that are reached, not those on the data sheet."""
+    memory: float = math.inf
+    """Bytes a rank has."""
+    network: float = math.inf
+    """Bytes a second that a rank sends, while it receives as many."""
+    latency: float = 0.0
+    """Seconds for a message; those of one exchange count one after the other."""
+    disk: float = math.inf
+    """Bytes a second that samples are written with, by all ranks together."""
+    stepping: float = math.inf
+    """Weights a second that the sampler steps: gradient, noise, rounding."""
+    coding: float = math.inf
+    """Elements a second that are rounded for the wire, added up, and made floats again."""
+    overlap: float = 0.0
+    """Share, between 0 and 1, of what could be sent while the rank computes that really is."""
+
+    def __post_init__(self) -> None:
+        for name in ("flops", "memory", "network", "disk", "stepping", "coding"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be a positive number, got {getattr(self, name)!r}")
+        number("latency", self.latency)
+        fraction("overlap", self.overlap)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is computed, and how it is spread over ranks."""
+
+    weights: float
+    """N."""
+    batch: float
+    """Examples, of a language model tokens, that one step of one chain takes, on all its ranks together."""
+    ranks: int = 1
+    layout: Layout = "chains"
+    chains: int | None = None
+    """All of them. By default one; in the layout ``"chains"`` one for each rank."""
+    wire: str | None = None
+    """Format of replicas' gradients on the way; None is torch's own all-reduce, in float32."""
+    packed: float | None = PACKED
+    """p; None if weights are floats, as those of replicas always are."""
+    layers: int = 1
+    """G: modules that shards gather one by one."""
+    largest: float | None = None
+    """L; N/G by default."""
+    tensors: int = 0
+    """T."""
+    accumulator: bool = False
+    view: bool = False
+    """DDP's ``gradient_as_bucket_view``."""
+    in_backward: bool = True
+    """Whether packed weights step in backward, so that a gradient is gone when the next one comes."""
+    bucket: float = BUCKET
+    """Bytes; DDP's ``bucket_cap_mb``."""
+    every: int = 100
+    """Steps from one comparison of replicas to the next."""
+    seconds: float | None = None
+    """Measured on one rank: forward and backward of the whole batch. In the place of 6 N batch / flops."""
+    activations: float = 0.0
+    """Bytes that are kept for backward for each example."""
+
+    def __post_init__(self) -> None:
+        if self.layout not in get_args(Layout):
+            raise ValueError(f"layout must be one of {', '.join(get_args(Layout))}, got {self.layout!r}")
+        for name in ("ranks", "layers"):
+            whole(name, getattr(self, name), 1)
+        for name in ("weights", "batch", "tensors", "every", "activations"):
+            number(name, getattr(self, name))
+        for name in ("largest", "packed", "seconds"):
+            if getattr(self, name) is not None:
+                number(name, getattr(self, name))
+        if not self.bucket > 0:
+            raise ValueError(f"bucket must be a positive number, got {self.bucket!r}")
+        if self.wire is not None and self.layout != "replicas":
+            raise ValueError(f"only replicas have a wire, and the layout is {self.layout!r}")
+        if self.ranks % whole("chains", self.count, 1) and self.layout != "chains":
+            raise ValueError(f"{self.ranks} ranks cannot be split into {self.count} groups of equal size")
+
+    @property
+    def count(self) -> int:
+        """Chains, all of them."""
+        return self.chains if self.chains is not None else self.ranks if self.layout == "chains" else 1
+
+    @property
+    def group(self) -> int:
+        """R: ranks that step a chain together."""
+        return 1 if self.layout == "chains" else self.ranks // self.count
+
+    @property
+    def turns(self) -> int:
+        """Chains that are drawn one after the other."""
+        return -(-self.count * self.group // self.ranks)
+
+    @property
+    def width(self) -> float:
+        """Bytes of a weight that is held."""
+        return FLOAT if self.packed is None or self.layout == "replicas" else self.packed
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Of one step, for one rank."""
+
+    sent: float
+    """Bytes."""
+    messages: float
+    memory: float
+    """Bytes."""
+    compute: float
+    """Seconds, as are those below."""
+    rounding: float
+    network: float
+    seconds: float
+    """Of the step."""
+    fits: bool
+    """Whether the memory is there."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """Of all chains."""
+
+    seconds: float
+    steps: float
+    """Seconds of stepping; the rest is writing."""
+    disk: float
+    """Bytes of all samples."""
+    sent: float
+    """Bytes a rank sends for steps."""
+
+    @property
+    def hours(self) -> float:
+        return self.seconds / 3600
+
+
+def wire_bytes(format: str | None) -> float:
+    """b: bytes of an element on the wire, with its share of exponents."""
+    parsed = check_carried(format or FP32)
+    if not isinstance(parsed, BlockFloat):
+        return FLOAT
+    return max(parsed.storage_bits, 8) / 8 + 1 / int(parsed.block)  # a code has a byte at least
+
+
+def step(job: Job, machine: Machine) -> Costs:
+    """What a step of one chain costs a rank; the docstring of this module has the formulas."""
+    sent, messages, hideable = _sent(job)
+    compute = (6 * job.weights * job.batch / machine.flops if job.seconds is None else job.seconds) / job.group
+    rounding = _rounding(job, machine)
+    network = sent / machine.network + messages * machine.latency
+    hidden = min(machine.overlap * hideable * network, compute)
+    memory = _memory(job)
+    seconds = compute + rounding + network - hidden
+    return Costs(sent, messages, memory, compute, rounding, network, seconds, memory <= machine.memory)
+
+
+def _sent(job: Job) -> tuple[float, float, float]:
+    """(bytes, messages, the share of them that can be sent before backward has ended)."""
+    ranks, weights = job.group, job.weights
+    if ranks == 1:
+        return 0.0, 0.0, 0.0
+    others = ranks - 1
+    if job.layout == "shards":
+        return others / ranks * (2 * job.width + FLOAT) * weights, 3 * job.layers * others, 1.0
+    b = wire_bytes(job.wire)
+    sent = 2 * others / ranks * b * weights
+    if b != FLOAT:
+        sent += 2 * others * job.tensors  # a byte says whether a gradient is finite
+    if job.every:
+        sent += 2 * others / ranks * CHECKSUM * job.tensors * (2 if job.accumulator else 1) / job.every
+    messages = 2 * others * math.ceil(FLOAT * weights / job.bucket)
+    return sent, messages, 1.0 if job.wire is None else 0.5  # means are sent when all gradients have been
+
+
+def _memory(job: Job) -> float:
+    ranks, weights, p = job.group, job.weights, job.width
+    largest = weights / job.layers if job.largest is None else job.largest
+    if job.layout == "replicas" and ranks > 1:
+        held = (FLOAT + FLOAT + (0 if job.view else FLOAT)) * weights
+        held += _messages(job, largest)
+    elif job.layout == "shards":
+        gradients = FLOAT * (largest if job.in_backward and job.packed is not None else weights)
+        held = (p * weights + gradients) / ranks + (2 * p + 3 * FLOAT) * largest
+    elif job.packed is not None and job.in_backward:
+        held = p * weights + FLOAT * largest
+    else:
+        held = (p + FLOAT) * weights
+    accumulator = FLOAT * weights / (ranks if job.layout == "shards" else 1) if job.accumulator else 0
+    return held + accumulator + job.activations * job.batch / ranks
+
+
+def _messages(job: Job, largest: float) -> float:
+    """Bytes of what a wire sends and receives: of all buckets, of the one that is answered twice, and that one's floats."""
+    if job.wire is None:
+        return 0.0
+    b, bucket = wire_bytes(job.wire), min(max(largest, job.bucket / FLOAT), job.weights)
+    return 2 * b * (job.weights + bucket) + (0 if b == FLOAT else FLOAT * bucket)
+
+
+def _rounding(job: Job, machine: Machine) -> float:
+    ranks, weights = job.group, job.weights
+    stepped = weights / ranks if job.layout == "shards" else weights
+    coded = weights * (1 + 1 / ranks) if job.wire is not None and ranks > 1 else 0.0
+    return stepped / machine.stepping + coded / machine.coding
+
+
+def run(job: Job, machine: Machine, *, steps: int, samples: int) -> Run:
+    """A run in which each chain makes that many steps, and all chains together draw that many samples.
+
+    A sample is p N bytes, whatever the layout: stored in 8 bits. While it is written its chain waits; shards are gathered
+    by the first rank before.
+    """
+    whole("steps", steps, 0)
+    whole("samples", samples, 0)
+    costs, size = step(job, machine), (PACKED if job.packed is None else job.packed) * job.weights
+    gathering = size / machine.network if job.layout == "shards" and job.group > 1 else 0.0
+    stepping = steps * job.turns * costs.seconds
+    writing = samples * size / machine.disk + samples / job.count * job.turns * gathering
+    return Run(stepping + writing, stepping, samples * size, steps * job.turns * costs.sent)

@@ -1,0 +1,53 @@
+"""Which part of a tensor this process holds, if `torch.distributed` has cut it into shards."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from .quantization import operators
+from .quantization.formats import BlockFloat
+
+__all__ = ["check_shard", "first_anywhere", "local", "shard_of"]
+
+
+def local(t: Tensor) -> Tensor:
+    """The part of a tensor that this process holds: its shard of a DTensor, all of any other."""
+    return cast(Tensor, getattr(t, "_local_tensor", t))  # to_local() gives a new tensor where gradients are kept
+
+
+def shard_of(t: Tensor) -> tuple[int, ...]:
+    """Which shard of a tensor this process holds; () if it holds all of it. Replicas of one shard say the same."""
+    if local(t) is t:
+        return ()
+    mesh, placements = cast(Any, t).device_mesh, cast(Any, t).placements
+    places = zip(mesh.get_coordinate(), mesh.shape, placements, strict=True)
+    return tuple(at for at, size, placement in places if size > 1 and not placement.is_replicate())
+
+
+def first_anywhere(index: int, tensors: Sequence[Tensor]) -> int:
+    """The least index, if any, that a process has found among those that hold shards of these tensors; -1 is none."""
+    sharded = next((t for t in tensors if local(t) is not t), None)
+    if sharded is None:
+        return index
+    mesh = cast(Any, sharded).device_mesh
+    found = torch.tensor(index if index >= 0 else len(tensors), device=mesh.device_type)
+    for dim in range(mesh.ndim):
+        torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MIN, group=mesh.get_group(dim))
+    return int(found) if int(found) < len(tensors) else -1
+
+
+def check_shard(t: Tensor, format: str | None) -> None:
+    """Refuse a shard that ends in the middle of a block: nobody would know the block's exponent."""
+    parsed = operators.parse(format) if format else None
+    if not isinstance(parsed, BlockFloat) or not shard_of(t):
+        return
+    by_rows = all(p.is_replicate() or getattr(p, "dim", None) == 0 for p in cast(Any, t).placements)
+    if parsed.block == "tensor" or t.dim() < 2 or not by_rows:
+        raise ValueError(
+            f"its shards cut through blocks of {parsed}; qlangevin.distributed.shard(model, weights={str(parsed)!r}) leaves "
+            "vectors whole, and the blocks of a matrix must be rows ('bfp8') or parts of them ('bfp8/32')"
+        )

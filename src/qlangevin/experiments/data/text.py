@@ -1,0 +1,195 @@
+"""Reviews as word numbers: reading IMDB's texts, cutting them into words, and keeping the result.
+
+Words are numbered by how often the training texts have them, from 2 on; ties are in alphabetical order. 0 is padding, 1 an
+unknown word. To have a smaller vocabulary is then to call all numbers above a limit unknown, so that what is kept in the
+cache depends on the texts and on nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import warnings
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from ..._progress import progress_bar
+from ...storage.files import DamagedError, library, opened, remove_leftovers, tensor_parts, write
+from ...storage.hashing import sha256
+from .fetch import cache_folder
+from .readers import interleaved, read_archive
+
+__all__ = ["Reviews", "pad", "read_imdb", "split"]
+
+VERSION = 1  # of what is kept: to be raised with any change of how texts are cut, numbered or ordered
+UNKNOWN, FIRST = 1, 2
+PARTS, CLASSES = ("train", "test"), ("neg", "pos")
+NAME = re.compile(r"(?:.*/)?(?:train|test)/(?:neg|pos)/\d+_\d+\.txt")
+BREAK = re.compile(r"<br\s*/?>")
+WORD = re.compile(r"[^\W_]+(?:'[^\W_]+)*|[^\w\s]|_")  # apostrophes inside belong to a word
+
+
+class Reviews(NamedTuple):
+    """Texts one after the other as word numbers, how long each of them is, and whether it praises (1) or not (0)."""
+
+    numbers: Tensor
+    lengths: Tensor
+    labels: Tensor
+
+
+NAMES = [f"{part}.{field}" for part in PARTS for field in Reviews._fields]  # of the tensors that are kept
+
+
+class Review(NamedTuple):
+    part: str
+    label: int
+    id: int
+    text: bytes
+
+
+def split(text: str) -> list[str]:
+    """Words in lower case, and punctuation marks, each by itself: "Don't!<br />" is don't and !"""
+    return WORD.findall(BREAK.sub(" ", text.lower()))
+
+
+def pad(reviews: Reviews, length: int, words: int) -> Tensor:
+    """(texts, length): of each text the last words, since the verdict tends to stand there, followed by zeros.
+
+    Numbers from ``words`` on become unknown words.
+    """
+    numbers = reviews.numbers.masked_fill(reviews.numbers >= words, UNKNOWN)
+    kept = reviews.lengths.clamp(max=length)
+    columns = torch.arange(length, device="cpu")
+    source = (reviews.lengths.cumsum(0) - kept).unsqueeze(1) + columns
+    there = columns < kept.unsqueeze(1)
+    return torch.where(there, numbers[source.clamp_(max=len(numbers) - 1)], 0)
+
+
+def read_imdb(path: Path, progress: bool = True) -> tuple[Reviews, Reviews]:
+    """The reviews to learn from and to test with, from the archive or, if ``path`` is its folder train, from the folders."""
+    key = sha256(json.dumps([VERSION, _fingerprint(path)]).encode())
+    kept = cache_folder() / f"imdb-{key[:16]}.safetensors"
+    encoded = _load(kept)
+    if encoded is None:
+        encoded = _encode(_read(path, progress), progress)
+        _keep(kept, *encoded)
+    return encoded
+
+
+# ---- reading
+
+
+def _read(path: Path, progress: bool) -> list[list[Review]]:
+    """The reviews of both parts, in the order of their numbers, with praise and blame taking turns."""
+    reviews = sorted(_review(name, text) for name, text in _texts(path, progress))
+    parts = []
+    for part in PARTS:
+        mine = [review for review in reviews if review.part == part]
+        labels = torch.tensor([review.label for review in mine], dtype=torch.int64, device="cpu")
+        if missing := [f"{part}/{name}" for label, name in enumerate(CLASSES) if not (labels == label).any()]:
+            raise ValueError(
+                f"{path} has no reviews in {' and '.join(missing)}; expected are files {missing[0]}/ID_RATING.txt"
+            )
+        parts.append([mine[i] for i in interleaved(labels).tolist()])
+    return parts
+
+
+def _files(path: Path) -> list[Path]:
+    folders = [path.parent / part / name for part in PARTS for name in CLASSES]
+    files = (file for folder in folders for file in sorted(folder.glob("*.txt")))
+    return [file for file in files if NAME.fullmatch(file.as_posix())]
+
+
+def _texts(path: Path, progress: bool) -> Iterator[tuple[str, bytes]]:
+    if not path.is_dir():
+        yield from read_archive(path, NAME.fullmatch, progress)
+        return
+    files, label = _files(path), "reading IMDB"
+    with progress_bar(len(files), label, progress) as advance:
+        for file in files:
+            yield file.as_posix(), file.read_bytes()
+            advance(label, 1)
+
+
+def _review(name: str, text: bytes) -> Review:
+    part, kind, file = name.split("/")[-3:]
+    return Review(part, CLASSES.index(kind), int(file.partition("_")[0]), text)
+
+
+# ---- numbering
+
+
+def _encode(parts: Sequence[Sequence[Review]], progress: bool) -> tuple[Reviews, Reviews]:
+    """Numbers in the order of appearance first, since words by the million take too much memory; then by frequency."""
+    seen: dict[str, int] = {}
+    with progress_bar(sum(map(len, parts)), "numbering words", progress) as advance:
+        train = _appearance(parts[0], seen, advance)
+        known = len(seen)
+        test = _appearance(parts[1], seen, advance)
+    words, counts = list(seen), torch.bincount(train.numbers, minlength=len(seen)).tolist()
+    ranks = torch.full((len(seen),), UNKNOWN, dtype=torch.int32, device="cpu")
+    order = sorted(range(known), key=lambda i: (-counts[i], words[i]))
+    ranks[order] = torch.arange(FIRST, FIRST + known, dtype=torch.int32, device="cpu")
+    return train._replace(numbers=ranks[train.numbers]), test._replace(numbers=ranks[test.numbers])
+
+
+def _appearance(reviews: Sequence[Review], seen: dict[str, int], advance: Callable[[str, float], None]) -> Reviews:
+    numbers, lengths = array("i"), []
+    for review in reviews:
+        found = split(review.text.decode("utf-8", errors="replace"))
+        numbers.extend([seen.setdefault(word, len(seen)) for word in found])
+        lengths.append(len(found))
+        advance("numbering words", 1)
+    if not numbers:
+        raise ValueError("the reviews of IMDB have no words; get them again")
+    counts, labels = (torch.tensor(t, device="cpu") for t in (lengths, [review.label for review in reviews]))
+    return Reviews(torch.frombuffer(numbers, dtype=torch.int32), counts, labels)
+
+
+# ---- keeping
+
+
+def _fingerprint(path: Path) -> list[str] | str:
+    """What the reviews depend on: the content of the archive, or names, sizes and times of all files."""
+    if path.is_dir():
+        about = ((file, file.stat()) for file in _files(path))
+        return [
+            f"{file.parent.parent.name}/{file.parent.name}/{file.name} {s.st_size} {s.st_mtime_ns}" for file, s in about
+        ]
+    with opened(path, "the archive of IMDB") as mapped, memoryview(mapped) as everything:
+        return sha256(everything)
+
+
+def _load(path: Path) -> tuple[Reviews, Reviews] | None:
+    """What was kept, if it is there and whole."""
+    what = "the cache of IMDB"
+    try:
+        with opened(path, what), library(what), safe_open(path, framework="pt") as file:
+            tensors = {name: file.get_tensor(name) for name in NAMES}
+            if (file.metadata() or {}).get("sha256") != _digest(tensors):
+                return None
+    except (DamagedError, OSError):
+        return None
+    train, test = ([tensors[f"{part}.{field}"] for field in Reviews._fields] for part in PARTS)
+    return Reviews(*train), Reviews(*test)
+
+
+def _keep(path: Path, train: Reviews, test: Reviews) -> None:
+    tensors = dict(zip(NAMES, (*train, *test), strict=True))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        remove_leftovers(path.parent)
+        write(path, tensor_parts(tensors, {"sha256": _digest(tensors)}))
+    except OSError as error:
+        warnings.warn(f"the words of IMDB could not be kept for next time in {path}: {error}", stacklevel=2)
+
+
+def _digest(tensors: Mapping[str, Tensor]) -> str:
+    arrays: Any = [tensors[name].numpy() for name in NAMES]
+    return sha256(*(memoryview(array).cast("B") for array in arrays))

@@ -1,0 +1,204 @@
+"""Saved results: where they are found, and what a result must look like.
+
+A run is a folder that holds ``result.json``; a collection is a JSON file ``{"runs": [result, ...]}``.
+"""
+
+from __future__ import annotations
+
+import os
+import reprlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from ...storage.files import parse_json, read
+
+__all__ = ["RESULT", "Result", "chains_of", "checked", "computing", "load", "unique"]
+
+RESULT = "result.json"
+LARGE = 1e300  # beyond it sums are no numbers any more
+LIMIT = 1_000_000_000  # bytes of a collection
+INCIDENTAL = ("seed", "workers")  # settings in which runs that are averaged may differ
+LATER = {"chains": 1, "wire": None}  # settings that older results do not have, and what they were
+
+Result: TypeAlias = dict[str, Any]
+Test: TypeAlias = Callable[[Any], bool]
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= LARGE
+
+
+def _whole(value: Any) -> bool:
+    return isinstance(value, int) and _number(value) and value >= 0
+
+
+def _share(value: Any) -> bool:
+    return _number(value) and 0 <= value <= 1
+
+
+def _text(value: Any) -> bool:
+    return isinstance(value, str) and value.strip() != ""
+
+
+def _list(test: Test) -> Test:
+    return lambda value: isinstance(value, list) and all(map(test, value))
+
+
+def _or_null(test: Test) -> Test:
+    return lambda value: value is None or test(value)
+
+
+# The words go after "must be".
+TEXT = (_text, "a text that is not empty")
+NUMBER = (_number, "a finite number")
+AMOUNT = (lambda value: _number(value) and value >= 0, "a finite number that is not negative")
+WHOLE = (_whole, "an integer that is not negative")
+COUNT = (lambda value: _whole(value) and value > 0, "an integer above 0")
+SHARE = (_share, "a fraction, between 0 and 1")
+MAPPING = (lambda value: isinstance(value, dict), "an object")
+
+FIELDS: dict[str, tuple[Test, str]] = {
+    **dict.fromkeys(("experiment", "version", "command", "finished", "settings.method", "settings.format"), TEXT),
+    **dict.fromkeys(
+        ("data.name", "model.name", "environment.machine", "environment.kernels", "environment.torch"), TEXT
+    ),
+    **dict.fromkeys(("data.train", "data.test", "model.weights", "environment.cores", "environment.threads"), COUNT),
+    **dict.fromkeys(("steps", "samples"), COUNT),
+    "settings.seed": WHOLE,
+    **dict.fromkeys(("scores.error", "scores.ece"), SHARE),
+    **dict.fromkeys(("scores.nll", "scores.brier", "seconds.train", "seconds.evaluate"), AMOUNT),
+    **dict.fromkeys(("memory.training", "memory.sample"), AMOUNT),
+    "reliability.edges": (_list(_share), "a list of fractions"),
+    "reliability.counts": (_list(_whole), "a list of integers that are not negative"),
+    **dict.fromkeys(
+        ("reliability.confidence", "reliability.accuracy"), (_list(_or_null(_share)), "a list of fractions")
+    ),
+    "trace.steps": (_list(_whole), "a list of integers that are not negative"),
+    "trace.log_likelihood": (_list(_number), "a list of finite numbers"),
+}
+
+# These may be null, or not be there.
+OPTIONAL: dict[str, tuple[Test, str]] = {
+    "data.note": (lambda value: isinstance(value, str), "a text"),
+    "scaled": (_list(lambda value: isinstance(value, str)), "a list of texts"),
+    "r_hat": AMOUNT,
+    "ess": AMOUNT,
+    "ranks": WHOLE,
+    "scores.top5": SHARE,
+    "single": MAPPING,
+    **dict.fromkeys(("single.error", "single.ece", "single.top5"), SHARE),
+    **dict.fromkeys(("single.nll", "single.brier"), AMOUNT),
+    "trace.error": (_list(_share), "a list of fractions"),
+    "trace.chains": (_list(_whole), "a list of integers that are not negative"),
+}
+
+
+def load(paths: Iterable[Path | str]) -> list[Result]:
+    """All results in run folders, in folders of these, in result files and in collections; each run once."""
+    found = [result for path in paths for file in _files(Path(path)) for result in _read(file)]
+    if not found:
+        raise ValueError("there is nothing to report; give folders of finished runs, or collections of results")
+    return unique(found)
+
+
+def unique(results: Iterable[Result]) -> list[Result]:
+    """Without those that are of the same experiment and settings as another: the one that was finished last is kept."""
+    newest: dict[str, Result] = {}
+    for result in results:
+        settings = {name: value for name, value in (LATER | result["settings"]).items() if name != "workers"}
+        name = repr((result["experiment"], _sorted(settings)))
+        if name not in newest or result["finished"] > newest[name]["finished"]:
+            newest[name] = result
+    return list(newest.values())
+
+
+def _sorted(value: Any) -> Any:
+    """The same for mappings in any order."""
+    return sorted((name, _sorted(inner)) for name, inner in value.items()) if isinstance(value, dict) else repr(value)
+
+
+def _files(path: Path) -> Iterator[Path]:
+    if not path.is_dir():
+        if not path.exists():
+            raise ValueError(f"there is no {path}; give folders of finished runs, or collections of results")
+        yield path
+        return
+    below = sorted(Path(folder) / RESULT for folder, _, names in os.walk(path) if RESULT in names)
+    if not below:
+        raise ValueError(f"there is no {RESULT} in or below {path}; a run writes it when it is finished")
+    yield from below
+
+
+def _read(file: Path) -> Iterator[Result]:
+    content = parse_json(read(file, str(file), LIMIT), str(file))
+    if isinstance(content, dict) and "runs" in content:
+        if not isinstance(content["runs"], list):
+            raise ValueError(f'{file} is not a collection of results: "runs" must be a list')
+        for i, result in enumerate(content["runs"]):
+            yield checked(result, f"run {i} of {file}")
+    else:
+        yield checked(content, str(file))
+
+
+def checked(result: Any, where: str) -> Result:
+    """The result itself, if it is one."""
+    if not isinstance(result, dict):
+        raise ValueError(f"{where} is not the result of a run: it is {_kind(result)}, not an object with its scores")
+    if result.get("experiment") == "gaussian":
+        raise ValueError(f"{where} is of the experiment gaussian, which draws its own picture; leave it out")
+    for name, (test, words) in FIELDS.items():
+        there, value = _lookup(result, name)
+        if not there:
+            raise ValueError(f"{where} is not the result of a run: it has no {name}")
+        if not test(value):
+            raise ValueError(f"{where} is not the result of a run: {name} must be {words}, got {reprlib.repr(value)}")
+    for name, (test, words) in OPTIONAL.items():
+        _, value = _lookup(result, name)
+        if value is not None and not test(value):
+            raise ValueError(f"{where} is not the result of a run: {name} must be {words}, got {reprlib.repr(value)}")
+    if odd := _inconsistent(result):
+        raise ValueError(f"{where} is not the result of a run: {odd}")
+    return result
+
+
+def _kind(value: Any) -> str:
+    return {list: "a list", str: "a text", type(None): "null"}.get(type(value), "a single value")
+
+
+def _lookup(result: Mapping[str, Any], name: str) -> tuple[bool, Any]:
+    """Whether ``a.b`` is there, and its value."""
+    value: Any = result
+    for part in name.split("."):
+        if not isinstance(value, dict) or part not in value:
+            return False, None
+        value = value[part]
+    return True, value
+
+
+def _inconsistent(result: Result) -> str | None:
+    """What does not fit together, in words."""
+    bins, trace = result["reliability"], result["trace"]
+    lengths = {name: len(bins[name]) for name in ("counts", "confidence", "accuracy")}
+    if set(lengths.values()) != {len(bins["edges"]) - 1}:
+        return f"reliability has {len(bins['edges'])} edges, and of the bins between them {lengths}"
+    for count, confidence, accuracy in zip(bins["counts"], bins["confidence"], bins["accuracy"], strict=True):
+        if count and (confidence is None or accuracy is None):
+            return f"reliability has a bin of {count} predictions without confidence or accuracy"
+    if len(trace["steps"]) != len(trace["log_likelihood"]):
+        return f"trace has {len(trace['steps'])} steps and {len(trace['log_likelihood'])} log-likelihoods"
+    if sum(chains := chains_of(result)) != len(trace["steps"]):
+        return f"trace has {len(trace['steps'])} steps, but chains of {chains}"
+    return None
+
+
+def chains_of(result: Result) -> list[int]:
+    """How many samples of each chain a trace has, one chain after the other."""
+    trace = result["trace"]
+    return list(trace.get("chains") or [len(trace["steps"])])
+
+
+def computing(result: Result) -> float:
+    """Seconds of computing: of all chains, which are taken to be as long as the longest, on all of their ranks."""
+    seconds = result["seconds"]
+    return float(len(chains_of(result)) * result.get("ranks", 1) * seconds["train"] + seconds["evaluate"])

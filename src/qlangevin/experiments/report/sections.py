@@ -1,0 +1,234 @@
+"""The report as a document: what is shown of which results, in which order, and what to look at."""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+
+from . import figures
+from .claims import DEFINITION, Claim, claims
+from .document import Block, Code, Document, Note, Picture, Section, Text
+from .looks import render
+from .results import Result, computing
+from .summary import SCORES, Cells, by_experiment, method_name, mixtures, shown_formats, sweep, title
+from .tables import (
+    COSTS,
+    claims_table,
+    cost_table,
+    costs,
+    duration,
+    machines,
+    paper_table,
+    runs_table,
+    scores_table,
+    widths_table,
+)
+
+__all__ = ["document"]
+
+TABLES = {  # experiments that share tables in the paper: title, and (scores, title) of each table
+    ("cifar10", "cifar100", "imdb"): (
+        "Tables 1 and 2 of the paper",
+        (
+            (("error",), "Table 1, test error (%)"),
+            (("ece",), "Table 2, expected calibration error (%)"),
+            (("nll", "brier"), "Not in the paper, NLL and Brier score"),
+        ),
+    ),
+    ("imagenet",): (
+        "Table 3 of the paper",
+        ((("error", "top5"), "Table 3, test error (%)"), (("nll", "ece", "brier"), "Not in the paper, further scores")),
+    ),
+}
+
+NAMES = (
+    "How the methods are called: FP is full precision, LP low precision. F keeps a second, full-precision copy of the weights "
+    "that takes the updates; L has none, its weights are low precision from the first step to the last. Naïve rounds after "
+    "the noise was added; VC, variance-corrected, draws noise and rounding as one. A small c stands for the cyclical "
+    "schedule. SGD keeps its last weights, SGLD averages the predictions of its samples."
+)
+CALIBRATION = (
+    "A point is a bin of predictions of like confidence, its area their share. On the dotted line those that are 80 % sure are "
+    "right in 80 % of the cases; below it they are too sure, above it not sure enough. Look at the large points: a small one "
+    "far from the line is few predictions. The ECE is the mean distance to the line."
+)
+CHAINS = (
+    "The mean log-likelihood of the test set under each stored sample alone, a line for each chain. A chain that has arrived "
+    "wanders around one level; a slope means that it was still on its way. R-hat near 1 says the same in a number (the worst "
+    "of the seeds), and of several chains that they agree; ESS is how many independent samples they are worth. Panels share "
+    "a scale unless they say otherwise."
+)
+BESIDE = (
+    "Each column is one of our experiments, and beside it what the paper printed. A dash is a row of the paper for which there "
+    "is no run here, or no number there."
+)
+
+
+def document(results: Sequence[Result], heading: str, lead: Sequence[Block] = ()) -> Document:
+    """Everything that is worth showing of these results."""
+    experiments, found = by_experiment(results), claims(results)
+    sections = []
+    for names, (section, tables) in TABLES.items():
+        if shared := {name: experiments[name] for name in names if name in experiments}:
+            blocks = [paper_table(shared, *table) for table in tables]
+            remarks = [note for name in shared for note in _remarks(shared[name], name)]
+            sections.append(Section(section, (Text(BESIDE), *remarks, *blocks)))
+    for name, cells in experiments.items():
+        of = [claim for claim in found if claim.experiment == name]
+        sections.append(Section(title(name), tuple(_experiment(name, cells, of))))
+    sections.append(Section("How these numbers came about", tuple(_origin(results, experiments))))
+    opening = (*lead, Text(_glance(results, experiments, found)), Text(NAMES))
+    return Document(heading, opening, tuple(sections))
+
+
+def _glance(results: Sequence[Result], experiments: Mapping[str, Cells], found: Sequence[Claim]) -> str:
+    spent = sum(computing(run) for run in results)
+    names = ", ".join(title(name) for name in experiments)
+    text = f"{_count(len(results), 'run')} of {names}; {duration(spent)} of computing."
+    if found:
+        each = {v: sum(claim.verdict == v for claim in found) for v in ("holds", "does not hold", "undecided")}
+        text += (
+            f" Of {_count(len(found), 'claim')} that the paper makes, or would make of these data, {each['holds']} hold here, "
+            f"{each['does not hold']} do not, {each['undecided']} are undecided."
+        )
+    return text
+
+
+def _count(n: int, what: str) -> str:
+    return f"{n} {what}" if n == 1 else f"{n} {what}s"
+
+
+def _remarks(cells: Cells, experiment: str) -> Iterator[Note]:
+    """In what the runs are smaller or otherwise other than the paper's, and what was averaged that should not have been."""
+    runs = [run for each in cells.values() for run in each]
+    counts: dict[str, int] = {}
+    for run in runs:
+        for line in (*([run["data"]["note"]] if run["data"].get("note") else []), *(run.get("scaled") or [])):
+            counts[line] = counts.get(line, 0) + 1
+    lines = [line if n == len(runs) else f"{line} (in {n} of {len(runs)} runs)" for line, n in counts.items()]
+    if lines:
+        usual = "with its usual settings" if experiment == "digits" else "as in the paper"
+        yield Note(f"{title(experiment)} is not run {usual}: {'; '.join(lines)}.")
+    if odd := mixtures(cells):
+        yield Note(f"{title(experiment)}: {'; '.join(odd)}. Report them apart for numbers that mean something.")
+
+
+def _experiment(experiment: str, cells: Cells, found: Sequence[Claim]) -> Iterator[Block]:
+    yield Text(_description(cells))
+    yield from _remarks(cells, experiment)
+    verdicts: tuple[Block, ...] = (Text(_rule(found)), claims_table(found)) if found else ()
+    swept = bool(sweep(cells))
+    if swept:
+        yield from (*_widths(experiment, cells), *verdicts)  # the claims about a sweep are about its curves
+    formats = shown_formats(cells)
+    shown = {cell: runs for cell, runs in cells.items() if cell[1] in ("fp32", *formats)}
+    yield _dots(experiment, shown)
+    if not any(experiment in names for names in TABLES):
+        yield scores_table(shown)
+    yield from () if swept else verdicts
+    for format in formats or ["fp32"]:
+        yield from _details(experiment, format, {c: runs for c, runs in shown.items() if c[1] in ("fp32", format)})
+    yield _cost_picture(experiment, shown)
+    yield cost_table(shown)
+
+
+def _description(cells: Cells) -> str:
+    texts = []
+    for runs in cells.values():
+        for run in runs:
+            data, model = run["data"], run["model"]
+            texts.append(
+                f"{model['name']} with {model['weights']:,} weights on {data['name']}, {data['train']:,} examples to train on "
+                f"and {data['test']:,} to test with."
+            )
+    return " ".join(dict.fromkeys(texts))
+
+
+def _rule(found: Sequence[Claim]) -> str:
+    text = "Verdicts: a difference counts if it exceeds two standard errors of the difference over seeds."
+    return f"{text} {DEFINITION}" if any("full-precision quality" in claim.text for claim in found) else text
+
+
+def _slug(*parts: str) -> str:
+    """A name for a file; of parts that cannot stand in one, a number keeps those apart that look the same."""
+    names = []
+    for part in parts:
+        name = part.replace("/", "_")
+        safe = re.sub(r"[^a-z0-9._-]+", "-", name.lower()).strip("-.")[:40]
+        names.append(safe if safe == name else f"{safe}{zlib.crc32(name.encode('utf-8', 'replace')):08x}")
+    return "-".join(names)
+
+
+def _methods(cells: Cells) -> str:
+    return ", ".join(dict.fromkeys(method_name(method) for method, _ in cells))
+
+
+def _widths(experiment: str, cells: Cells) -> Iterator[Block]:
+    for name in ("nll", "error"):
+        label = SCORES[name].title
+        yield Picture(
+            _slug(experiment, name, "bits"),
+            render(figures.curves(cells, name)),
+            f"{title(experiment)}: test {label} against the number of fractional bits, a line each for {_methods(cells)}",
+            f"Test {label} with ever fewer fractional bits (towards the left). Solid lines are SGLD, dashed ones SGD; bars are "
+            "standard errors over seeds. Look at how far to the left a line stays at the level of full precision, drawn as "
+            "horizontal lines.",
+        )
+        yield widths_table(cells, name)
+
+
+def _dots(experiment: str, shown: Cells) -> Picture:
+    names = ("nll", "error", "ece")
+    full = "; the dotted line is SGLD in full precision: look at which methods stay near it with fewer bits"
+    full = full if next(iter(shown)) == ("sgldfp", "fp32") else ""
+    return Picture(
+        _slug(experiment, "scores"),
+        render(figures.dots(figures.rows(shown, names), [SCORES[name] for name in names])),
+        f"{title(experiment)}: NLL, error and ECE of {_methods(shown)} side by side",
+        f"Left is better{full}. A filled point is the average over all samples, a ring the last sample alone: the way from ring "
+        "to point is what averaging brings. Bars are standard errors over seeds; a triangle at the right edge, with its number, "
+        "is outside the frame.",
+    )
+
+
+def _details(experiment: str, format: str, cells: Cells) -> Iterator[Block]:
+    where = f"{title(experiment)}, {format}"
+    yield Picture(
+        _slug(experiment, "reliability", format),
+        render(figures.reliability(cells)),
+        f"{where}: accuracy against confidence, a panel each for {_methods(cells)}",
+        f"{where}: do the networks know what they do not know? {CALIBRATION}",
+    )
+    yield Picture(
+        _slug(experiment, "trace", format),
+        render(figures.trace(cells)),
+        f"{where}: log-likelihood of the test set along the samples, a panel each for {_methods(cells)}",
+        f"{where}: have the chains arrived? {CHAINS}",
+    )
+
+
+def _cost_picture(experiment: str, shown: Cells) -> Picture:
+    rows = [figures.Row(m, f, costs(runs), (None,) * len(COSTS)) for (m, f), runs in shown.items()]
+    return Picture(
+        _slug(experiment, "costs"),
+        render(figures.dots(rows, COSTS, zero=True)),
+        f"{title(experiment)}: bytes a weight while training and on disk, and milliseconds a step, of {_methods(shown)}",
+        "What it costs. Training counts the weights and what the sampler keeps beside them; on disk is a stored sample. Times "
+        "are of the machine named below, with whatever else it was doing: compare, and do not quote.",
+    )
+
+
+def _origin(results: Sequence[Result], experiments: Mapping[str, Cells]) -> Iterator[Block]:
+    spent = sum(computing(run) for run in results)
+    seeds = sorted({run["settings"]["seed"] for run in results})
+    yield Text(
+        f"{_count(len(results), 'run')} with {'seed' if len(seeds) == 1 else 'seeds'} {', '.join(map(str, seeds))} took "
+        f"{duration(spent)} of computing in all ({spent / 3600:.2g} hours). Everything on this page is made from these runs' "
+        "saved results, which are in runs.json beside it. ± is the standard error over seeds; a number without it is of a "
+        "single seed."
+    )
+    yield machines(results)
+    yield runs_table(experiments)
+    yield Text("The commands, one for each line of the table above, with its first seed:")
+    yield Code(tuple(runs[0]["command"] for cells in experiments.values() for runs in cells.values()))

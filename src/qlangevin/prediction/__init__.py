@@ -1,0 +1,1 @@
+"""Bayesian model averaging over stored samples, metrics of predictions, and convergence diagnostics."""

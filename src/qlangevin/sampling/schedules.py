@@ -1,0 +1,311 @@
+"""Learning-rate schedules that also say when to collect a sample.
+
+Each is a torch scheduler, stepped once after every step of the sampler::
+
+    sampler.step()
+    schedule.step()
+    if schedule.collect:
+        store.append(model)
+
+After e = ``last_epoch`` steps the groups hold the learning rate of step e + 1: the initial one times ``factor(e)``. Nothing is
+chained from the step before, so a run can be resumed at any of them. A fraction of K steps is reached at the first e with
+e / K >= fraction.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from itertools import pairwise
+from typing import Any, TypeAlias
+
+from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.optimizer import Optimizer
+
+from .._validate import differences, fraction, number, whole
+from .moments import after_burn_in, part_of, spread
+
+__all__ = ["ConstantLR", "CyclicalLR", "LinearDecayLR", "Schedule", "StepDecayLR"]
+
+Json: TypeAlias = "int | float | str | list[Json] | None"
+
+
+class Schedule(LRScheduler, ABC):
+    """What all schedules have in common.
+
+    Args:
+        optimizer: whose groups' learning rates to set.
+        moments: after how many steps to collect a sample, in rising order.
+        total_steps: how many steps there are.
+        arguments: the others the schedule is made from, as JSON; for `settings`.
+    """
+
+    _bases: tuple[str, ...] = ("base_lrs",)  # attributes with a number for each group, saved with the state
+
+    def __init__(self, optimizer: Optimizer, moments: Iterable[int], *, total_steps: int, **arguments: Json) -> None:
+        self.total_steps = total_steps
+        self.moments = tuple(moments)
+        self._moments = frozenset(self.moments)
+        self._arguments = arguments
+        super().__init__(optimizer)
+
+    @abstractmethod
+    def factor(self, step: int) -> float:
+        """What the initial learning rates are multiplied by when ``step`` steps are done."""
+
+    @property
+    def samples(self) -> int:
+        """How many samples are collected in all."""
+        return len(self.moments)
+
+    @property
+    def collect(self) -> bool:
+        """Whether the weights as they are now are to be kept as a sample."""
+        return self.last_epoch in self._moments
+
+    def settings(self) -> dict[str, Json]:
+        """What this schedule is, for a manifest."""
+        arguments = copy.deepcopy(self._arguments)
+        return {"schedule": type(self).__name__, "total_steps": self.total_steps, **arguments}
+
+    def get_lr(self) -> list[float | Tensor]:
+        """The learning rate of each group for the next step."""
+        factor = self.factor(self.last_epoch)
+        return [float(lr) * factor for lr in self.base_lrs]
+
+    def step(self, epoch: int | None = None) -> None:
+        """Go on by one step. Beyond ``total_steps`` it raises ValueError, and nothing has changed."""
+        after = self.last_epoch + 1 if epoch is None else epoch
+        if not 0 <= after <= self.total_steps:
+            raise ValueError(f"total_steps={self.total_steps}, so there is no step {after}; make a longer schedule")
+        super().step(epoch)
+        self._set_temperatures()
+
+    def _set_temperatures(self) -> None:
+        """Most schedules leave them alone."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the schedule is, in JSON's types."""
+        bases = {name: [float(value) for value in getattr(self, name)] for name in self._bases}
+        return {"last_epoch": self.last_epoch, **bases, "settings": self.settings()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on where a saved schedule stopped, and tell the optimizer's groups. A state of another one is refused."""
+        self._check_state(state_dict)
+        for name in self._bases:
+            setattr(self, name, [float(value) for value in state_dict[name]])
+        self.last_epoch = state_dict["last_epoch"]
+        self._step_count = self.last_epoch + 1  # torch counts its first, silent step
+        groups = self.optimizer.param_groups
+        for group, base, lr in zip(groups, self.base_lrs, self.get_lr(), strict=True):
+            for name, value in (("initial_lr", base), ("lr", lr)):
+                if isinstance(group.get(name), Tensor):  # may be captured in a graph, so it stays the same tensor
+                    group[name].fill_(value)
+                else:
+                    group[name] = value
+        self._last_lr = [g["lr"].clone() if isinstance(g["lr"], Tensor) else g["lr"] for g in groups]
+        self._set_temperatures()
+
+    def _check_state(self, state: dict[str, Any]) -> None:
+        here, saved = self.settings(), state.get("settings")
+        if not isinstance(saved, dict):
+            raise ValueError(f"this is not the state of a schedule of qlangevin: its settings are {saved!r}")
+        if wrong := differences(saved, here):
+            raise ValueError(f"the state is of another schedule: {', '.join(wrong)}")
+        whole("last_epoch", state.get("last_epoch"), 0, self.total_steps)
+        for name in self._bases:
+            groups, values = len(self.optimizer.param_groups), state.get(name)
+            if not isinstance(values, list) or len(values) != groups:
+                raise ValueError(f"{name} must be a list of numbers, one for each of {groups} groups, got {values!r}")
+            for value in values:
+                number(name, value)
+
+
+class ConstantLR(Schedule):
+    """The same learning rate throughout.
+
+    Args:
+        optimizer: whose groups' learning rates to set.
+        total_steps: K, how many steps there are.
+        samples: how many to collect, evenly spaced over the steps after the burn-in, the last at the end; 0 for none.
+        burn_in: the fraction of the steps before the first sample can be collected.
+    """
+
+    def __init__(self, optimizer: Optimizer, total_steps: int, samples: int, *, burn_in: float = 0.5) -> None:
+        super().__init__(optimizer, **after_burn_in(total_steps, samples, burn_in))
+
+    def factor(self, step: int) -> float:
+        return 1.0
+
+
+class LinearDecayLR(Schedule):
+    """Flat, then linear, then flat: SWALP's schedule (Yang et al., 2019), which the paper uses for CIFAR and IMDB.
+
+    With t = e / K, a = ``flat_until`` and b = ``decayed_at`` the factor is 1 until a, ``final`` from b on, and between them
+    1 - (1 - final) (t - a) / (b - a). The paper's 245 epochs with 50 samples, one an epoch, are ``burn_in=195 / 245``.
+    SWALP changes the rate once an epoch; here it changes with every step.
+
+    Args:
+        optimizer, total_steps, samples, burn_in: as of `ConstantLR`.
+        flat_until: the fraction of the steps with the full learning rate.
+        decayed_at: the fraction after which it has come down.
+        final: to how much of the initial one it comes down.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        total_steps: int,
+        samples: int,
+        *,
+        burn_in: float = 0.8,
+        flat_until: float = 0.5,
+        decayed_at: float = 0.9,
+        final: float = 0.01,
+    ) -> None:
+        self.flat_until, self.decayed_at = fraction("flat_until", flat_until), fraction("decayed_at", decayed_at)
+        self.final = fraction("final", final)
+        if self.flat_until > self.decayed_at:
+            raise ValueError(f"flat_until must not come after decayed_at, got {flat_until} and {decayed_at}")
+        shape: dict[str, Any] = {"flat_until": self.flat_until, "decayed_at": self.decayed_at, "final": self.final}
+        super().__init__(optimizer, **after_burn_in(total_steps, samples, burn_in), **shape)
+
+    def factor(self, step: int) -> float:
+        t = step / self.total_steps
+        if t >= self.decayed_at:
+            return self.final
+        if t <= self.flat_until:
+            return 1.0
+        return 1 - (1 - self.final) * (t - self.flat_until) / (self.decayed_at - self.flat_until)
+
+
+class StepDecayLR(Schedule):
+    """Divided by ten after a third and after two thirds: the schedule of He et al. (2016), which the paper uses for ImageNet.
+
+    The factor is gamma^m when m milestones have been reached.
+
+    Args:
+        optimizer, total_steps, samples, burn_in: as of `ConstantLR`.
+        milestones: fractions of the steps.
+        gamma: what the learning rate is multiplied by at each.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        total_steps: int,
+        samples: int,
+        *,
+        burn_in: float = 0.8,
+        milestones: Iterable[float] = (1 / 3, 2 / 3),
+        gamma: float = 0.1,
+    ) -> None:
+        if not isinstance(milestones, Iterable):
+            raise ValueError(f"milestones must be several fractions, got {milestones!r}")
+        fractions = [fraction("milestones", m) for m in milestones]
+        if any(a >= b for a, b in pairwise(fractions)):
+            raise ValueError(f"milestones must increase, got {fractions}")
+        plan = after_burn_in(total_steps, samples, burn_in)
+        self.drops, self.gamma = [part_of(m, plan["total_steps"]) for m in fractions], fraction("gamma", gamma)
+        super().__init__(optimizer, **plan, milestones=[*fractions], gamma=self.gamma)
+
+    def factor(self, step: int) -> float:
+        return math.pow(self.gamma, sum(step >= drop for drop in self.drops))
+
+
+class CyclicalLR(Schedule):
+    """The cyclical cosine of cSGLD (Zhang et al., 2020): each cycle explores with large steps, then samples with small ones.
+
+    With K steps and M cycles of length L = K / M step k has
+
+        α_k = α_0 / 2 (cos(π mod(k - 1, L) / L) + 1),
+
+    and explores while mod(k - 1, L) / L < β. Where M does not divide K, they round L up and cut the last cycle short; here
+    all are whole, and their lengths differ by at most one.
+
+    Args:
+        optimizer: whose groups' learning rates to set.
+        total_steps: K, how many steps there are.
+        cycles: M.
+        samples_per_cycle: how many to collect, evenly spaced over the part of a cycle that samples, the last at its end.
+        exploration: β, the part of a cycle that explores.
+        exploration_temperature: of all groups while exploring, and their own otherwise; 0 explores by SGD, as Zhang et al.
+            do. None leaves temperatures alone.
+    """
+
+    base_temperatures: list[float]
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        total_steps: int,
+        cycles: int,
+        samples_per_cycle: int,
+        *,
+        exploration: float = 0.8,
+        exploration_temperature: float | None = None,
+    ) -> None:
+        self.total_steps = whole("total_steps", total_steps, 1)
+        self.cycles = whole("cycles", cycles, 1, self.total_steps)
+        self.exploration = fraction("exploration", exploration)
+        moments = self._moments_of_cycles(whole("samples_per_cycle", samples_per_cycle, 0))
+        self.exploration_temperature = exploration_temperature
+        if exploration_temperature is not None:
+            self.exploration_temperature = number("exploration_temperature", exploration_temperature)
+            self._bases = ("base_lrs", "base_temperatures")
+            self.base_temperatures = _initial_temperatures(optimizer)
+        super().__init__(
+            optimizer, moments, total_steps=self.total_steps, cycles=self.cycles, samples_per_cycle=int(samples_per_cycle),
+            exploration=self.exploration, exploration_temperature=self.exploration_temperature,
+        )  # fmt: skip
+
+    def _moments_of_cycles(self, samples: int) -> list[int]:
+        shortest = self.total_steps // self.cycles
+        left = shortest - part_of(self.exploration, shortest)
+        if samples > left:
+            raise ValueError(
+                f"samples_per_cycle must be at most {left}, the steps that exploration={self.exploration} leaves of the "
+                f"shortest cycle, which has {shortest}; got {samples}"
+            )
+        ends = [c * self.total_steps // self.cycles for c in range(1, self.cycles + 1)] if samples else []
+        begins = [begin + part_of(self.exploration, end - begin) for begin, end in zip([0, *ends], ends, strict=False)]
+        return [moment for begin, end in zip(begins, ends, strict=True) for moment in spread(begin, end, samples)]
+
+    def place(self, step: int) -> tuple[int, int]:
+        """How many steps of its cycle are done after ``step`` in all, and how many the cycle has."""
+        step = min(step, self.total_steps - 1)  # there is no cycle after the last: it stays at its end
+        cycle = ((step + 1) * self.cycles - 1) // self.total_steps
+        begin, end = (c * self.total_steps // self.cycles for c in (cycle, cycle + 1))
+        return step - begin, end - begin
+
+    def factor(self, step: int) -> float:
+        done, length = self.place(step)
+        return (math.cos(math.pi * done / length) + 1) / 2
+
+    @property
+    def exploring(self) -> bool:
+        """Whether the next step explores."""
+        done, length = self.place(self.last_epoch)
+        return done < part_of(self.exploration, length)
+
+    def _set_temperatures(self) -> None:
+        if self.exploration_temperature is None:
+            return
+        exploring = self.exploring
+        for group, own in zip(self.optimizer.param_groups, self.base_temperatures, strict=True):
+            group["initial_temperature"] = own
+            group["temperature"] = self.exploration_temperature if exploring else own
+
+
+def _initial_temperatures(optimizer: Optimizer) -> list[float]:
+    """Those of the groups before any schedule changed them, which the groups remember as they do their learning rate."""
+    groups = getattr(optimizer, "param_groups", [])  # what is no optimizer torch refuses
+    if any("temperature" not in group for group in groups):
+        raise TypeError(
+            "exploration_temperature needs an optimizer whose groups have a temperature, such as SGLD; "
+            f"with {type(optimizer).__name__} it must be None"
+        )
+    return [float(group.get("initial_temperature", group["temperature"])) for group in groups]

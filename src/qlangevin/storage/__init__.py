@@ -1,0 +1,1 @@
+"""Samples and checkpoints on disk: safetensors and JSON, written atomically, checksummed, resumable."""

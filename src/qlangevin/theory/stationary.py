@@ -1,0 +1,299 @@
+"""What a low-precision chain converges to: its exact stationary law on the grid, without sampling.
+
+In one dimension and on a finite grid SGLD with low-precision accumulators is a Markov chain with finitely many states.
+From the grid point θ one step aims at a Gaussian of mean μ = θ - α U'(θ) and variance v = 2αT, and rounds it:
+
+    nearest      θ' = Q^d(μ + √v ξ)
+    stochastic   θ' = Q^s(μ + √v ξ)     naive SGLDLP-L
+    corrected    θ' = Q^vc(μ, v)        VC SGLDLP-L
+
+All three round with weights that are polynomials of degree 0, 1 or 2 between fixed edges, so that each transition
+probability P(θ, θ') is a sum of truncated moments ∫ (t - a)^k φ(t) dt. The law π solves π P = π.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, TypeAlias, get_args
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributions import Distribution, Normal
+
+from ..quantization.formats import BlockFloat, FixedPoint, Float, Format, parse, power_of_two
+from ..quantization.random import NORMAL_BOUND
+from ..quantization.rounding import FAR, SLACK, ceil_log2, feasible, in_gaps, nearest_integer, outcomes, reaches
+
+__all__ = ["Method", "Stationary", "Target", "grid", "stationary", "wasserstein2"]
+
+Method: TypeAlias = Literal["corrected", "stochastic", "nearest"]
+Target: TypeAlias = (
+    Distribution | Callable[[Tensor], Tensor]
+)  # a distribution that has icdf, or a quantile function F^-1
+
+MAX_POINTS = 5000
+REACH, NEVER = 15.0, 1e-50  # no chain ever takes a step of 15 σ: its probability is 1e-50, and counts as zero
+NODES, WEIGHTS = (torch.from_numpy(x) for x in np.polynomial.legendre.leggauss(12))  # for integrals over [-1, 1]
+
+
+@dataclass(frozen=True, eq=False)
+class Stationary:
+    """The law a chain converges to: ``probabilities`` on ``points``. ``transition[i, j]`` is P(θ_i, θ_j). All float64."""
+
+    points: Tensor
+    probabilities: Tensor
+    transition: Tensor
+    target: Target | None
+
+    @property
+    def mean(self) -> float:
+        return float(self.probabilities @ self.points)
+
+    @property
+    def variance(self) -> float:
+        return float(self.probabilities @ (self.points - self.mean) ** 2)
+
+    @property
+    def w2(self) -> float:
+        """The 2-Wasserstein distance to the target."""
+        if self.target is None:
+            raise ValueError("w2 needs something to compare with; pass target=Normal(mean, std), say, to stationary()")
+        return wasserstein2(self.points, self.probabilities, self.target)
+
+
+def stationary(
+    format: Format | str,
+    stepsize: float,
+    method: Method = "corrected",
+    gradient: Callable[[Tensor], Tensor] | None = None,
+    temperature: float = 1.0,
+    target: Target | None = None,
+) -> Stationary:
+    """The stationary law of θ' = Q(θ - α U'(θ), 2αT), exact up to float64; what would leave the range is clipped to its ends.
+
+    ``gradient`` is U', applied to all grid points at once; by default U'(θ) = θ. ``target`` is what `Stationary.w2`
+    compares with: one of `torch.distributions` or a quantile function; for the default gradient N(0, T).
+    """
+    for name, value in (("stepsize", stepsize), ("temperature", temperature)):
+        if not 0 < value < math.inf:
+            raise ValueError(f"{name} must be a positive finite number, got {value!r}")
+    if method not in get_args(Method):
+        raise ValueError(f"method must be one of {', '.join(get_args(Method))}, got {method!r}")
+    points = grid(format)
+    slope = points if gradient is None else gradient(points)
+    if slope.shape != points.shape or not bool(slope.isfinite().all()):
+        raise ValueError(f"gradient must map {len(points)} grid points to as many finite numbers, got {slope}")
+    matrix = _transition(points - stepsize * slope, 2 * stepsize * temperature, points, parse(format), method)
+    inside = _closed_class(matrix > 0, stepsize, method)
+    pi = torch.zeros_like(points)
+    pi[inside] = _solve(matrix[inside][:, inside])
+    residual = float((pi @ matrix - pi).abs().max())
+    if not residual < 1e-12:
+        raise ArithmeticError(f"no stationary law found for {format} at stepsize={stepsize}: |πP - π| = {residual}")
+    if target is None and gradient is None:
+        target = Normal(0.0, torch.tensor(temperature, dtype=torch.float64).sqrt())
+    return Stationary(points, pi, matrix, target)
+
+
+def grid(format: Format | str) -> Tensor:
+    """All numbers of the format in increasing order, as float64; at most `MAX_POINTS` of them."""
+    format = parse(format)
+    if isinstance(format, BlockFloat):
+        why = "where an element of a block goes depends on the others, so that it has no law of its own"
+        raise ValueError(f"format must be fixed or floating point, such as fixed8.3 or e4m3, got {format}: {why}")
+    codes = 2**format.bits if isinstance(format, FixedPoint) else (format.emax - format.emin + 2) * format.top - 1
+    if codes > MAX_POINTS:
+        remedy = "use at most 12 bits of fixed point, or a small float such as e4m3"
+        raise ValueError(f"format must have at most {MAX_POINTS} numbers, {format} has about {codes}; {remedy}")
+    if isinstance(format, FixedPoint):
+        return torch.arange(-(codes // 2), codes // 2, dtype=torch.float64) * format.step
+    exponents = torch.arange(format.min_gap_exponent, format.max_gap_exponent + 1, dtype=torch.int32)
+    multiples = torch.arange(-format.top, format.top + 1, dtype=torch.float64)
+    values: Tensor = torch.unique(power_of_two(exponents, torch.float64)[:, None] * multiples)
+    return values.masked_select(values.abs() <= format.high) + 0.0
+
+
+def _transition(mu: Tensor, v: float, points: Tensor, format: Format, method: Method) -> Tensor:
+    """The matrix P, for each 64 rows only between points they can reach."""
+    rows = {"nearest": _nearest_rows, "stochastic": _stochastic_rows, "corrected": _corrected_rows}[method]
+    matrix = torch.zeros(len(mu), len(points), dtype=torch.float64)
+    for k in range(0, len(mu), 64):
+        part = mu[k : k + 64]
+        reach = REACH * math.sqrt(v) + 5 * float(format.gap(part.clamp(format.low, format.high)).max())
+        first = int(torch.searchsorted(points, part.min() - reach).clamp_max(len(points) - 2))
+        last = int(torch.searchsorted(points, part.max() + reach).clamp_min(first + 1))
+        matrix[k : k + 64, first : last + 1] = rows(part, v, points[first : last + 1], format)
+    return torch.where(matrix < NEVER, 0, matrix)
+
+
+def _nearest_rows(mu: Tensor, v: float, points: Tensor, format: Format) -> Tensor:
+    """P(θ') = probability of the cell between the midpoints to the left and to the right of θ'."""
+    middle = torch.nn.functional.pad((points[1:] + points[:-1]) / 2, (1, 0), value=-math.inf)
+    edges = (torch.nn.functional.pad(middle, (0, 1), value=math.inf) - mu[:, None]) / math.sqrt(v)
+    return _moment(edges[:, :-1], edges[:, 1:], 0)
+
+
+def _stochastic_rows(mu: Tensor, v: float, points: Tensor, format: Format) -> Tensor:
+    """P(θ') = E of the tent that is 1 at θ' and 0 at its neighbours."""
+    edges = (points - mu[:, None]) / math.sqrt(v)
+    a, b = edges[:, :-1], edges[:, 1:]
+    rows = torch.zeros_like(edges)
+    rows[:, 1:] += _moment(a, b, 1) / (b - a)
+    rows[:, :-1] += _moment(-b, -a, 1) / (b - a)
+    rows[:, 0] += _cdf(edges[:, 0])
+    rows[:, -1] += _cdf(-edges[:, -1])
+    return rows
+
+
+def _corrected_rows(mu: Tensor, v: float, points: Tensor, format: Format) -> Tensor:
+    """The law of `rounding.exact`: three outcomes around μ, or three around each x ~ N(μ, v - Δ²/4)."""
+    gap, gaussian, wide_at = _settled_grid(mu, v, format)
+    y, s = in_gaps(mu, torch.full_like(mu, v), gap)
+    n = nearest_integer(y)
+    below, above = 1.0 + (n == -wide_at).to(y.dtype), 1.0 + (n == wide_at).to(y.dtype)
+    down, up = outcomes(y - n, s, below, above)
+    three = torch.where(gaussian[:, None], 0, torch.stack((down, 1 - down - up, up), 1))
+    laws = [(torch.stack((n - below, n, n + above), 1), three)]
+    if bool(gaussian.any()):
+        codes = points / format.gap(points)
+        if isinstance(format, Float):
+            codes = torch.arange(-format.top, format.top + 1, dtype=y.dtype)
+        many = _gaussian_codes(y, (s - 0.25).clamp_min(1e-18).sqrt(), codes)
+        laws.append((codes, torch.where(gaussian[:, None], many, 0)))
+    rows = mu.new_zeros(len(mu), len(points))
+    for codes, law in laws:
+        values = (codes * gap[:, None]).clamp(format.low, format.high)
+        rows.scatter_add_(1, torch.searchsorted(points, values).clamp_max(len(points) - 1), law)
+    return rows
+
+
+def _settled_grid(mu: Tensor, v: float, format: Format) -> tuple[Tensor, Tensor, float]:
+    """(Δ, whether Gaussian noise is added, code at which the grid widens): the choices of `rounding.exact`."""
+    variance = torch.full_like(mu, v)
+    if not isinstance(format, Float):
+        gap = format.gap(mu)
+        return gap, in_gaps(mu, variance, gap)[1] > 0.25, FAR
+    sigma, top = math.sqrt(v), format.top
+    room = ((mu.abs() + sigma * NORMAL_BOUND) * (SLACK / (top - 1.5))).clamp_max(sigma)
+    exponent = torch.maximum(format.gap_exponent(mu), ceil_log2(room)).clamp_max(format.max_gap_exponent)
+    gap = power_of_two(exponent, mu.dtype)
+    y, s = in_gaps(mu, variance, gap)
+    gaussian = (s > 0.25) & (reaches(y, s) <= top)
+    double = ~gaussian & ~feasible(y, s, top) & (exponent < format.max_gap_exponent)
+    return torch.where(double, 2 * gap, gap), gaussian, float(top)
+
+
+def _gaussian_codes(y: Tensor, sigma: Tensor, codes: Tensor) -> Tensor:
+    """Law of n + c for x ~ N(y, σ²), n nearest to x, P(c = ±1) = (1/2 ± (x - n))²/2; beyond the last code, that code.
+
+    (1/2 ± r)²/2 is `rounding.outcomes` at s = 1/4: the squared distance of x from one edge of its cell.
+    """
+    y, sigma = y[:, None], sigma[:, None]
+    a, b = (codes - 0.5 - y) / sigma, (codes + 0.5 - y) / sigma
+    up, down = (_moment(*ends, 2) * sigma.square() / 2 for ends in ((a, b), (-b, -a)))
+    law = _moment(a, b, 0) - up - down
+    law[:, 1:] += up[:, :-1]
+    law[:, :-1] += down[:, 1:]
+    law[:, 0] += down[:, 0] + _cdf(a[:, 0])
+    law[:, -1] += up[:, -1] + _cdf(-b[:, -1])
+    return law
+
+
+def _moment(a: Tensor, b: Tensor, k: int) -> Tensor:
+    """∫ (t - a)^k φ(t) dt from a to b, for k = 0, 1, 2.
+
+    The closed form subtracts nearly equal numbers if the interval is short; there Gauss's quadrature is exact.
+    """
+    area = torch.where(a > 0, _cdf(-a) - _cdf(-b), _cdf(b) - _cdf(a))
+    if k == 0:
+        return area
+    at_a, at_b = _density(a), _density(b)
+    closed = at_a - at_b - a * area if k == 1 else (1 + a * a) * area - a * at_a + (2 * a - b) * at_b
+    width, short = (b - a).clamp_max(0.5), torch.zeros_like(a)
+    if bool((width < 0.5).any()):
+        for node, weight in zip((NODES + 1) / 2, WEIGHTS / 2, strict=True):
+            short += weight * (node * width) ** k * _density(a + node * width) * width
+    return torch.where(width < 0.5, short, closed.clamp_min(0))
+
+
+def _cdf(t: Tensor) -> Tensor:
+    """Φ(t). (torch.special.ndtr is (1 + erf)/2, which has no digits left in the lower tail.)"""
+    return torch.erfc(t * -math.sqrt(0.5)) / 2
+
+
+def _density(t: Tensor) -> Tensor:
+    """φ(t)."""
+    return torch.exp(-0.5 * t * t) / math.sqrt(2 * math.pi)
+
+
+def _closed_class(moves: Tensor, stepsize: float, method: str) -> Tensor:
+    """The states the chain ends up in; the others it leaves for ever."""
+    state = len(moves) // 2
+    while True:
+        forward, backward = _reachable(moves, state), _reachable(moves.T, state)
+        beyond = (forward & ~backward).nonzero()  # states from which there is no way back
+        if len(beyond) == 0:
+            break
+        state = int(beyond[0])
+    if not bool(backward.all()):
+        remedy = "use a larger stepsize, a finer format, or method='corrected'"
+        raise ValueError(f"at stepsize={stepsize} a chain with method={method!r} stays near where it starts; {remedy}")
+    return forward
+
+
+def _reachable(moves: Tensor, start: int) -> Tensor:
+    """Which states can be reached from ``start``."""
+    seen = new = torch.arange(len(moves)) == start
+    while bool(new.any()):
+        new = moves[new].any(0) & ~seen
+        seen = seen | new
+    return seen
+
+
+def _solve(matrix: Tensor) -> Tensor:
+    """π P = π by the elimination of Grassmann, Taksar and Heyman (1985), which never subtracts.
+
+    Hence every π_i has full relative accuracy however slowly the chain moves: at α = 1e-4 P is almost the identity.
+    """
+    p, n = matrix.clone(), len(matrix)
+    rows, columns = p.nonzero(as_tuple=True)
+    band = int((rows - columns).abs().max())  # elimination fills nothing outside the band
+    for k in range(n - 1, 0, -1):
+        near = slice(max(0, k - band), k)
+        p[near, k] /= p[k, near].sum()
+        p[near, near].addr_(p[near, k], p[k, near])
+    pi = torch.ones(n, dtype=p.dtype)
+    for k in range(1, n):
+        near = slice(max(0, k - band), k)
+        pi[k] = pi[near] @ p[near, k]
+        if pi[k] > 1e100:
+            pi[: k + 1] /= pi[k].clone()
+    return pi / pi.sum()
+
+
+def wasserstein2(points: Tensor, probabilities: Tensor, target: Target) -> float:
+    """W_2² = Σ_i ∫ (x_i - F^-1(u))² du, over the u that lie between the sums of probabilities before and after x_i.
+
+    ``points`` must be increasing. With u = Φ(z) a Gaussian target has a closed form in φ(z); for any other the integral over z
+    is done by Gauss's quadrature.
+    """
+    p = probabilities.double()
+    lower, upper = p.cumsum(0)[:-1], p.flip(0).cumsum(0).flip(0)[1:]
+    z = torch.where(lower < 0.5, torch.special.ndtri(lower), -torch.special.ndtri(upper))  # exact in both tails
+    if isinstance(target, Normal):
+        ends = z.new_full((1,), 40.0)  # φ(40) = 0
+        z = torch.cat((-ends, z.clamp(-ends, ends), ends))
+        x, phi = (points - float(target.loc)) / float(target.scale), _density(z)
+        square = float((x * x * p + 2 * x * phi.diff() + p - (z * phi).diff()).sum())
+        return float(target.scale) * math.sqrt(max(0.0, square))
+    steps = torch.linspace(-8, 8, 65, dtype=torch.float64)  # beyond 8 there is 1e-15 of the probability
+    edges = torch.cat((z.clamp(-8, 8), steps)).sort().values[:, None]
+    middle, half = (edges[1:] + edges[:-1]) / 2, edges.diff(dim=0) / 2
+    t, x = middle + half * NODES, points[torch.searchsorted(z, middle)]
+    quantiles = target.icdf(_cdf(t)) if isinstance(target, Distribution) else target(_cdf(t))
+    if quantiles.shape != t.shape or not bool(quantiles.isfinite().all()):
+        raise ValueError("target must be a quantile function: numbers between 0 and 1 to as many finite numbers")
+    return math.sqrt(float(((x - quantiles).square() * _density(t) * half * WEIGHTS).sum()))

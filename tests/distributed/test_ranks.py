@@ -1,0 +1,303 @@
+"""Ranks that meet, that miss one another, that were told different things, and that die."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from pathlib import Path
+from time import sleep
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import qlangevin as ql
+from qlangevin.distributed import MissingRankError, Ranks, agree, gather, join, launched, replicate
+from qlangevin.distributed.ranks import same
+from tests.helpers import teams
+
+ADDRESS = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+
+
+# ---- meeting
+
+
+def met(times: int) -> list[Any]:
+    """Ranks may meet more than once: what was left of the last time must not be read."""
+    found: list[Any] = []
+    for i in range(times):
+        with join(patience=10) as ranks:
+            found.append([ranks.rank, ranks.size, ranks.first, gather([i, ranks.rank], ranks.group)])
+        assert not dist.is_initialized()
+    return found
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_ranks_meet_as_often_as_they_like(size: int) -> None:
+    for rank, found in enumerate(teams.values(met, size, 8, alone=True)):
+        assert found == [[rank, size, rank == 0, [[i, r] for r in range(size)]] for i in range(8)]
+
+
+def met_before(folder: str, rank: int) -> list[Any]:
+    """A process group that somebody else made, without variables."""
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    with join() as ranks:
+        found = [ranks.rank, ranks.size, gather(ranks.rank, ranks.group)]
+    assert dist.is_initialized()  # it is theirs
+    dist.destroy_process_group()
+    return found
+
+
+def met_before_there(folder: str) -> list[Any]:
+    rank = int(os.environ.pop("RANK"))
+    return met_before(folder, rank)
+
+
+def test_a_process_group_that_is_there_is_taken(tmp_path: Path) -> None:
+    assert teams.values(met_before_there, 2, str(tmp_path), alone=True) == [[0, 2, [0, 1]], [1, 2, [0, 1]]]
+
+
+def patient(ranks: Ranks) -> list[Any]:
+    longer = ranks.patient(100.0)
+    longer.wait()
+    return [longer.rank, longer.size, longer.timeout, gather(ranks.rank, longer.group)]
+
+
+def tardy() -> list[Any]:
+    """One rank comes later than ranks may at the beginning, and than they may in a group that is not patient."""
+    with join(patience=2, timeout=2) as ranks:
+        longer = ranks.patient(60.0)
+        if ranks.first:
+            sleep(4)
+        found = gather(ranks.rank, longer.group)
+        longer.wait()
+    return found
+
+
+def test_patient_ranks_wait_for_one_that_has_more_to_do() -> None:
+    assert teams.values(tardy, 2, alone=True) == [[0, 1], [0, 1]]
+
+
+def test_ranks_that_wait_longer_are_the_same_ranks() -> None:
+    assert teams.values(patient, 2) == [[0, 2, 100.0, [0, 1]], [1, 2, 100.0, [0, 1]]]
+    assert Ranks().patient() == Ranks()
+
+
+def split(ranks: Ranks) -> list[Any]:
+    halves = ranks.split(2)
+    quarters = halves.split(halves.size)
+    refused = []
+    for parts in (3, 0, ranks.size * 2):
+        try:
+            ranks.split(parts)
+        except ValueError as error:
+            refused.append(str(error))
+    assert ranks.split(1) is ranks
+    halves.wait()
+    everybody = [gather(ranks.rank, each.group) for each in (ranks, halves, quarters)]
+    return [halves.rank, halves.size, halves.part, quarters.rank, quarters.part, everybody, refused]
+
+
+@pytest.mark.parametrize("size", [4, 6])
+def test_groups_of_groups(size: int) -> None:
+    half = size // 2
+    for rank, found in enumerate(teams.values(split, size)):
+        part, place = divmod(rank, half)
+        mates = list(range(part * half, part * half + half))
+        assert found[:5] == [place, half, part, 0, place]
+        assert found[5] == [list(range(size)), mates, [rank]]
+        refused = found[6]
+        assert "parts must be an integer, at least 1" in refused[-2]
+        assert f"{size} ranks cannot be split into {size * 2} groups of equal size" == refused[-1]
+        assert len(refused) == (3 if size % 3 else 2)
+
+
+def test_nobody_has_launched_anything(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ADDRESS:
+        monkeypatch.delenv(name, raising=False)
+    assert not launched()
+    with join() as ranks:
+        assert ranks == Ranks() == ranks.split(1)
+        assert ranks.first
+        ranks.wait()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"RANK": "first"}, "RANK must be a number, got 'first'"),
+        ({"RANK": "-1"}, "RANK must be a number, got '-1'"),
+        ({"WORLD_SIZE": "2.0"}, "WORLD_SIZE must be a number, got '2.0'"),
+        ({"RANK": "2"}, "RANK must be less than WORLD_SIZE, got rank 2 of 2"),
+        ({"WORLD_SIZE": "0"}, "RANK must be less than WORLD_SIZE, got rank 0 of 0"),
+        ({"MASTER_PORT": None}, "MASTER_PORT not set; start the ranks with torchrun"),
+        ({"MASTER_PORT": ""}, "MASTER_PORT not set"),
+        ({"MASTER_PORT": None, "MASTER_ADDR": None}, "MASTER_ADDR, MASTER_PORT not set"),
+        ({"MASTER_PORT": "http"}, "MASTER_PORT must be a number, got 'http'"),
+        ({"MASTER_PORT": "65536"}, "MASTER_PORT must be at most 65535, got 65536"),
+    ],
+)
+def test_variables_that_make_no_sense(
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, str | None], words: str
+) -> None:
+    for name, value in (ADDRESS | changes).items():
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    assert launched()
+    with pytest.raises(ValueError, match=re.escape(words)), join(patience=1):
+        pass
+
+
+def waiting(patience: float) -> None:
+    with join(patience=patience):
+        raise AssertionError("nobody is missing")
+
+
+@pytest.mark.parametrize(("only", "missing"), [([0, 2], "rank 1 of 3"), ([0], "ranks 1, 2 of 3")])
+def test_a_rank_that_does_not_come_is_named(only: list[int], missing: str) -> None:
+    for found in teams.outcomes(waiting, 3, 1.5, alone=True, only=only, deadline=20):
+        assert found.error == "MissingRankError"
+        assert found.message == f"{missing} did not come within 1.5 s"
+
+
+def test_the_first_rank_does_not_come() -> None:
+    for found in teams.outcomes(waiting, 3, 1.5, alone=True, only=[1, 2], deadline=20):
+        assert found.error == "MissingRankError"
+        assert re.match(r"rank [12] of 3 did not meet the others at 127.0.0.1:\d+ within 1.5 s", found.message)
+
+
+def late(patience: float) -> list[Any]:
+    """Those who were there in vain come again, and then all are there."""
+    if os.environ["RANK"] == "1":
+        sleep(patience + 0.5)
+    for _ in range(10):
+        try:
+            with join(patience=patience) as ranks:
+                return gather(ranks.rank, ranks.group)
+        except MissingRankError:
+            continue
+    return []
+
+
+def test_ranks_may_try_again() -> None:
+    assert teams.values(late, 2, 1.0, alone=True, deadline=20) == [[0, 1], [0, 1]]
+
+
+@pytest.mark.parametrize("patience", [-1, "long", float("nan")])
+def test_patience_is_a_number(monkeypatch: pytest.MonkeyPatch, patience: Any) -> None:
+    for name, value in ADDRESS.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match="patience must be"), join(patience=patience):
+        pass
+
+
+# ---- saying the same
+
+
+def compared(ranks: Ranks) -> list[Any]:
+    """Numbers of every size, and things of every length."""
+    ends = [-(2**63), 2**63 - 1, 0, -1]
+    alike = same(torch.tensor([*ends, ranks.rank, -(2**63) + ranks.rank, 7]), ranks.group).tolist()
+    told = gather({"name": "é" * (1 + 1000 * ranks.rank), "none": None}, ranks.group)
+    agree({"a": 1, "b": [1, 2]}, ranks.group)
+    agree({"b": [1, 2], "a": 1} if ranks.rank else {"a": 1, "b": [1, 2]}, ranks.group)  # their order is no difference
+    messages = []
+    for facts in ({"a": 1, "b": {"c": ranks.rank // 2}}, {str(i): ranks.rank for i in range(9)}):
+        try:
+            agree(facts, ranks.group)
+        except ValueError as error:
+            messages.append(str(error))
+    return [alike, [len(each["name"]) for each in told], messages]
+
+
+def test_what_ranks_say_to_one_another() -> None:
+    found = teams.values(compared, 3)
+    assert found[0] == found[1] == found[2]
+    alike, lengths, messages = found[0]
+    assert alike == [True, True, True, True, False, False, True]
+    assert lengths == [1, 1001, 2001]
+    assert "(there: rank 0, here: rank 2): b.c is 0 there and 1 here" in messages[0]
+    assert "(there: rank 0, here: rank 1): 0 is 0 there and 1 here" in messages[1]
+    assert messages[1].endswith("; and 4 more")
+
+
+# ---- dying
+
+
+def dying(ranks: Ranks, wire: str | None, how: str) -> None:
+    model = teams.network()
+    sampler = ql.SGLD(model.named_parameters(), 0.05, 50, weights="bfp8")
+    replicas = replicate(model, sampler, wire=wire, every=2)
+    batches = teams.loader(ranks.rank, ranks.size)
+    teams.train(replicas, sampler, batches, 5)
+    if ranks.rank == 1:
+        if how == "exit":
+            os._exit(7)
+        if how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise OSError("the disk is full")
+    teams.train(replicas, sampler, batches, 50)
+
+
+@pytest.mark.parametrize(
+    ("wire", "how", "end"),
+    [
+        (None, "exit", "ended with 7"),
+        (None, "kill", "ended with -9"),
+        (None, "raise", "the disk is full"),
+        ("fp32", "kill", "ended with -9"),
+        ("bfp8/64", "exit", "ended with 7"),
+        ("bfp8/64", "raise", "the disk is full"),
+    ],
+)
+def test_a_rank_that_dies_is_missed_by_all_others(wire: str | None, how: str, end: str) -> None:
+    found = teams.outcomes(dying, 4, wire, how, deadline=20)
+    assert end in found[1].message
+    for rank in (0, 2, 3):
+        assert found[rank].error == "MissingRankError", found[rank]
+        assert "another rank is gone, or too late, while" in found[rank].message
+
+
+def too_late(parts: int, folder: str) -> None:
+    """Ranks 0 and 2 come when the others have given up."""
+    with join(patience=1, timeout=1) as ranks:
+        group, gone = ranks.split(parts), Path(folder) / str(ranks.rank | 1)
+        while ranks.rank in (0, 2) and not gone.exists():
+            sleep(0.01)
+        try:
+            group.wait()
+        finally:
+            gone.touch()
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_a_rank_that_is_too_late_is_missed(tmp_path: Path, parts: int) -> None:
+    """Also in a group of its own, for which the same patience holds."""
+    for found in teams.outcomes(too_late, 4, parts, str(tmp_path), alone=True, deadline=20):
+        assert found.error == "MissingRankError", found
+        assert "or too late, while the ranks waited for one another" in found.message
+
+
+def failing(ranks: Ranks, message: str) -> None:
+    raise RuntimeError(message)
+
+
+def test_errors_of_others_stay_what_they_are() -> None:
+    message = "DataLoader timed out after 5 seconds"
+    for found in teams.outcomes(failing, 2, message):
+        assert (found.error, found.message) == ("RuntimeError", message)
+
+
+def forever(ranks: Ranks) -> None:
+    if ranks.rank == 0:
+        signal.pause()
+    ranks.wait()
+
+
+def test_a_team_has_a_deadline() -> None:
+    found = teams.outcomes(forever, 2, deadline=1)
+    assert [outcome.message for outcome in found] == ["was not done in time and killed"] * 2
+    assert teams.values(met, 1, 1, alone=True)  # and the server goes on

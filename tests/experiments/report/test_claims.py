@@ -1,0 +1,233 @@
+"""The paper's claims against results made so that the answer is known; and how results are put in order."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from qlangevin.experiments.methods import METHODS
+from qlangevin.experiments.report.claims import Claim, claims, lower
+from qlangevin.experiments.report.paper import FAMILIES, PAPER, ROWS, TITLES
+from qlangevin.experiments.report.summary import (
+    SCORES,
+    Estimate,
+    by_cell,
+    by_experiment,
+    estimate,
+    family,
+    fractional_bits,
+    mixtures,
+    score,
+    shown_formats,
+)
+from qlangevin.experiments.report.summary import sweep as widths_of
+from tests.helpers.runs import FIVE, full, run, runs, sweep
+
+
+def scored(
+    method: str, format: str, nll: list[float], experiment: str = "mnist-logistic", **others: float
+) -> list[Any]:
+    """A run for each NLL, with seeds 0, 1, ..."""
+    made = [run(experiment, method, format, seed) for seed in range(len(nll))]
+    return [
+        result | {"scores": result["scores"] | others | {"nll": value}} for result, value in zip(made, nll, strict=True)
+    ]
+
+
+def verdicts(found: list[Claim]) -> dict[str, str]:
+    return {claim.text: claim.verdict for claim in found}
+
+
+def test_estimates_are_means_and_standard_errors() -> None:
+    assert estimate([2.0]) == (2.0, None, 1)
+    mean, error, seeds = estimate([1.0, 2.0, 4.5])
+    assert (mean, seeds) == (2.5, 3)
+    assert error == pytest.approx(math.sqrt((1.5**2 + 0.5**2 + 2**2) / 2 / 3))
+
+
+def test_numbers_are_written_as_in_the_paper() -> None:
+    assert SCORES["error"].text(Estimate(0.0713, 0.0001, 3)) == "7.13 ± 0.01 (3)"
+    assert SCORES["error"].text(Estimate(0.0713, None, 1)) == "7.13 (1)"
+    assert SCORES["nll"].text(Estimate(0.27561, 0.00042, 2)) == "0.2756 ± 0.0004 (2)"
+    assert SCORES["nll"].bare(Estimate(23.456, 0.0, 2)) == "23.46 ± 0.0000"
+    assert SCORES["ece"].bare(Estimate(0.01, 0.0000301, 2)) == "1.00 ± 0.003"  # not 0.00, which would read as none
+    assert SCORES["nll"].text(None) == "—"
+
+
+def test_a_difference_counts_beyond_two_standard_errors() -> None:
+    one = Estimate(1.0, 0.3, 3)
+    assert lower(one, Estimate(2.0, 0.3, 3)) == "holds"  # √2 · 0.3 = 0.42
+    assert lower(one, Estimate(0.0, 0.3, 3)) == "does not hold"
+    assert lower(one, Estimate(1.8, 0.3, 3)) == "undecided"
+    assert lower(one, Estimate(9.0, None, 1)) == "undecided"
+    assert lower(Estimate(1.0, 0.0, 3), Estimate(1.0, 0.0, 3)) == "undecided"
+    assert lower(Estimate(1.0, 0.0, 3), Estimate(1.1, 0.0, 3)) == "holds"
+
+
+def test_claims_about_a_sweep() -> None:
+    results = sweep("mnist-mlp")
+    alike = [r for r in results if r["settings"]["format"] == "fixed16.14"]
+    corrected = [r["scores"] for r in alike if r["settings"]["method"] == "vc-sgldlp-l"]
+    same = [r for r in alike if r["settings"]["method"] == "naive-sgldlp-l"]
+    for result, scores in zip(same, corrected, strict=True):
+        result["scores"] = scores
+    found = claims(results)
+    assert {claim.experiment for claim in found} == {"mnist-mlp"}
+    assert verdicts(found) == {
+        "SGLDLP-F has a lower NLL than SGDLP-F at every width": "holds",
+        "SGLDLP-F has full-precision quality from 6 fractional bits on": "holds",
+        "SGDLP-F needs at least 10 fractional bits for full-precision quality": "does not hold",  # +0.7 % with 8
+        "VC SGLDLP-L has a lower NLL than Naïve SGLDLP-L at every width": "undecided",  # the same with 14
+        "VC SGLDLP-L has a lower NLL than SGDLP-L at every width": "holds",
+        "VC SGLDLP-L has a lower NLL than SGDLP-F with 2 fractional bits": "holds",
+    }
+    first, _, needs, naive, *_, last = (claim.numbers for claim in found)
+    assert first.startswith("lower at 7 of 7 widths, by more than two standard errors at 7; at worst, with ")
+    assert needs.startswith("here from 8 bits on; SGDFP 0.28")
+    assert "2 bits +4" in needs
+    assert "at 6; at worst, with 14 bits" in naive
+    assert " against " in last
+
+
+def test_a_single_width_of_the_other_opinion_decides() -> None:
+    low = [(bits, f"fixed{bits + 2}.{bits}") for bits in (2, 4, 6)]
+    results = [r for bits, format in low for r in scored("sgldlp-f", format, [0.3, 0.31] if bits != 4 else [0.9, 0.91])]
+    results += [r for _, format in low for r in scored("sgdlp-f", format, [0.5, 0.51])]
+    claim = claims(results)[0]
+    assert claim.verdict == "does not hold"
+    assert claim.numbers == (
+        "lower at 2 of 3 widths, by more than two standard errors at 2; higher by as much with 4 bits; at worst, with 4 bits: "
+        "0.9050 ± 0.0050 against 0.5050 ± 0.0050"
+    )
+
+
+@pytest.mark.parametrize(
+    ("nlls", "sufficient", "necessary"),
+    [
+        ({2: 9.0, 6: 1.0, 8: 1.0, 10: 1.0}, "holds", "does not hold"),
+        ({2: 9.0, 6: 1.019, 8: 1.019, 10: 1.019}, "holds", "does not hold"),  # 2 % are allowed
+        ({2: 9.0, 6: 1.03, 8: 1.03, 10: 1.0}, "does not hold", "holds"),
+        ({2: 9.0, 6: 1.0, 8: 1.0, 10: 1.03}, "does not hold", "holds"),  # good, but not from there on
+        ({2: 9.0, 3: 9.0, 12: 1.0}, "undecided", "undecided"),  # what is in between is not known
+        ({2: 9.0, 3: 9.0, 12: 9.0}, "does not hold", "holds"),
+        ({2: 0.5, 3: 0.5, 4: 0.5}, "holds", "does not hold"),  # better than full precision is good
+    ],
+)
+def test_full_precision_quality(nlls: dict[int, float], sufficient: str, necessary: str) -> None:
+    results = scored("sgldfp", "fp32", [1.0]) + scored("sgdfp", "fp32", [1.0])
+    for bits, nll in nlls.items():
+        results += scored("sgldlp-f", f"fixed{bits + 2}.{bits}", [nll]) + scored(
+            "sgdlp-f", f"fixed{bits + 2}.{bits}", [nll]
+        )
+    found = verdicts(claims(results))
+    assert found["SGLDLP-F has full-precision quality from 6 fractional bits on"] == sufficient
+    assert found["SGDLP-F needs at least 10 fractional bits for full-precision quality"] == necessary
+
+
+def test_two_standard_errors_are_quality_too() -> None:
+    low = [r for bits in (2, 4, 6) for r in scored("sgldlp-f", f"fixed{bits + 2}.{bits}", [1.0, 1.1])]  # 1.05 ± 0.05
+    claim = claims([*low, *scored("sgldfp", "fp32", [1.0, 1.0])])[1]
+    assert claim.verdict == "holds"
+    claim = claims([*low, *scored("sgldfp", "fp32", [0.9, 0.9])])[1]
+    assert claim.verdict == "does not hold"
+
+
+def test_claims_without_the_runs_are_undecided() -> None:
+    results = [r for bits in (2, 4, 6) for r in scored("vc-sgldlp-l", f"fixed{bits + 2}.{bits}", [0.3, 0.31])]
+    found = claims(results)
+    assert {claim.verdict for claim in found} == {"undecided"}
+    assert {claim.numbers for claim in found} == {
+        "there are no runs of both",
+        "there are no runs of both SGLDLP-F and SGLDFP",
+        "there are no runs of both SGDLP-F and SGDFP",
+    }
+
+
+def test_claims_about_single_formats_compare_what_was_run() -> None:
+    results = runs("cifar10", FIVE, "fixed8.8") + runs("cifar10", ("sgldlp-f", "sgdlp-f"), "bfp8", seeds=1)
+    found = claims(results)
+    assert [claim.text for claim in found if "bfp8" in claim.text] == [
+        "SGLDLP-F has a lower error than SGDLP-F in bfp8",
+        "SGLDLP-F has a lower ECE than SGDLP-F in bfp8",
+    ]
+    assert all(claim.verdict == "undecided" for claim in found if "bfp8" in claim.text)
+    assert found[-1].numbers.endswith("one seed, so that its standard error is not known")
+    fixed = [claim for claim in found if "fixed8.8" in claim.text]
+    assert len(fixed) == 6
+    assert {claim.verdict for claim in fixed} == {"holds"}
+
+
+def test_claims_about_cyclical_methods() -> None:
+    results = runs("cifar10", ("vc-sgldlp-l", "vc-csgldlp-l"), "bfp8") + full("cifar10")
+    found = verdicts(claims(results))
+    assert found["VC cSGLDLP-L has a lower error than VC SGLDLP-L in bfp8"] == "holds"
+    assert found["VC cSGLDLP-L in bfp8 has no higher error than SGDFP"] == "holds"
+    bad = [scored("vc-csgldlp-l", "bfp8", [9.0, 9.1], "cifar10", error=e)[i] for i, e in enumerate((0.5, 0.51))]
+    assert (
+        verdicts(claims(bad + full("cifar10")))["VC cSGLDLP-L in bfp8 has no higher error than SGDFP"]
+        == "does not hold"
+    )
+    single = runs("cifar10", ("vc-csgldlp-l",), "bfp8", seeds=1) + full("cifar10")
+    assert verdicts(claims(single))["VC cSGLDLP-L in bfp8 has no higher error than SGDFP"] == "undecided"
+
+
+def test_imagenet_is_judged_by_both_errors() -> None:
+    found = claims(runs("imagenet", ("sgldlp-f", "sgdlp-f"), "bfp8"))
+    assert [claim.text.split(" than")[0] for claim in found] == [
+        "SGLDLP-F has a lower error", "SGLDLP-F has a lower top-5 error"
+    ]  # fmt: skip
+
+
+def test_formats_belong_to_the_groups_of_the_paper() -> None:
+    assert [family(f) for f in ("fp32", "fixed8.6", "bfp8", "bfp8/tensor", "bfp8/32", "bfp8e5")] == [
+        "fp32", "fixed8", "bfp8", "bfp8", "bfp8", "bfp8"
+    ]  # fmt: skip
+    assert [family(f) for f in ("fixed6.4", "bfp4", "e4m3", "<b>")] == ["fixed6.4", "bfp4", "e4m3", "<b>"]
+    assert [fractional_bits(f) for f in ("fixed8.6", "fixed8.-2", "bfp8")] == [6, -2, None]
+
+
+def test_experiments_and_methods_come_in_the_papers_order() -> None:
+    results = [run("odd"), run("imdb"), *runs("cifar10", ("mine", *reversed(FIVE)), "bfp8", 1), *full("cifar10", 1)]
+    ordered = by_experiment(results)
+    assert list(ordered) == ["cifar10", "imdb", "odd"]
+    assert [method for method, _ in ordered["cifar10"]] == ["sgldfp", "sgdfp", *FIVE, "mine"]
+
+
+def test_a_sweep_has_three_widths_with_the_same_integer_bits() -> None:
+    cells = by_cell([run(format=f) for f in ("fixed4.2", "fixed6.4", "fixed8.6", "fixed8.4", "bfp8")])
+    assert widths_of(cells) == {2: "fixed4.2", 4: "fixed6.4", 6: "fixed8.6"}
+    assert shown_formats(cells) == ["fixed8.6", "fixed8.4", "bfp8"]
+    assert widths_of(by_cell([run(format=f) for f in ("fixed4.2", "fixed6.4", "fixed8.4", "fp32")])) == {}
+
+
+def test_runs_that_differ_in_more_than_the_seed_are_noticed() -> None:
+    odd = run(seed=1)
+    odd["settings"] |= {"lr": 0.05, "workers": 3}
+    assert mixtures(by_cell([run(), odd])) == [
+        "VC SGLDLP-L in bfp8 is averaged over runs with different lr (0.1, 0.05)"
+    ]
+    assert mixtures(by_cell([run(), run(seed=1)])) == []
+
+
+def test_a_score_is_averaged_over_the_runs_that_have_it() -> None:
+    without = run(seed=1) | {"single": None}
+    found = score([run(), without], "nll", "single")
+    assert found is not None
+    assert found.seeds == 1
+    assert score([without], "nll", "single") is None
+
+
+def test_the_papers_tables_speak_of_methods_there_are() -> None:
+    assert {experiment for experiment, _ in PAPER} <= set(TITLES)
+    assert {name for _, name in PAPER} <= set(SCORES)
+    for printed in PAPER.values():
+        for (kind, method), text in printed.items():
+            assert kind in FAMILIES
+            assert method in METHODS
+            assert method in ROWS[kind]
+            assert [0 < float(number) < 100 for number in text.split(" ± ")] in ([True], [True, True])
+    assert PAPER["imdb", "error"]["bfp8", "sgdlp-l"] == "16.06 ± 1.81"
+    assert PAPER["cifar100", "ece"]["bfp8", "sgdlp-l"] == "12.97"
+    assert PAPER["imagenet", "top5"]["bfp8", "sgldlp-f"] == "11.77"

@@ -1,0 +1,157 @@
+"""The kernels against the PyTorch path, bit for bit: every format, rounding, instruction set and number of threads."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from qlangevin import Key, corrected, encode, native, parse, quantize
+from qlangevin.quantization import rounding
+from qlangevin.quantization.operators import Rounding
+from qlangevin.sampling.step import Update, update, update_codes_
+from tests.helpers.strategies import NAMES
+
+pytestmark = pytest.mark.skipif(not native.available, reason="no compiled kernels")
+
+SHAPES = [(), (0,), (3, 0), (1,), (5,), (3, 5), (2, 3, 4), (64,), (7, 33), (3, 1029), (2, 5000)]
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    """Equal bits; a NaN equals a NaN."""
+    return torch.equal(torch.where(a.isnan(), 7.0, a), torch.where(b.isnan(), 7.0, b)) and not bool(
+        ((a == 0) & (torch.signbit(a) != torch.signbit(b))).any()
+    )
+
+
+def both_paths_agree(run: Callable[[], Tensor]) -> None:
+    with native.disabled():
+        expected = run()
+    for level in native.levels():
+        native.use_level(level)
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            assert same(run(), expected), (level, threads)
+
+
+@pytest.fixture(autouse=True)
+def _restore() -> object:
+    threads, level = torch.get_num_threads(), native.level()
+    yield
+    torch.set_num_threads(threads)
+    native.use_level(level)
+
+
+def sample(shape: tuple[int, ...], magnitude: float, seed: int) -> Tensor:
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * magnitude
+    if x.numel() > 8 and magnitude == 1.0:
+        x.view(-1)[[1, 3]] = torch.tensor([torch.inf, -torch.inf])
+    if x.numel() > 8 and magnitude == 100.0:
+        x.view(-1)[2] = torch.nan
+    return x
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("magnitude", [1.0, 1e-38, 1e37, 100.0])
+def test_every_format_and_rounding(name: str, magnitude: float) -> None:
+    key = Key(7, 3, 11)
+    for seed, shape in enumerate(SHAPES):
+        x = sample(shape, magnitude, seed)
+        v = min(magnitude**2, 1e36)
+        each = torch.rand(shape, generator=torch.Generator().manual_seed(seed)) ** 3 * v
+        both_paths_agree(lambda x=x: quantize(x, name))  # type: ignore[misc]
+        both_paths_agree(lambda x=x: quantize(x, name, "stochastic", key))  # type: ignore[misc]
+        for variance in (v * 1e-4, v, each):
+            both_paths_agree(lambda x=x, variance=variance: corrected(x, variance, name, key))  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("name", ["bfp8", "bfp4", "bfp2", "bfp3/16", "bfp8/tensor", "bfp12/20", "bfp24e7", "bfp8e3"])
+def test_blocks_near_the_top_of_their_binade(name: str) -> None:
+    # Blocks scaled by powers of two and noise of every size: many are at risk of growing, some grow, some do not.
+    generator = torch.Generator().manual_seed(3)
+    for seed in range(25):
+        x = torch.randn(40, 37, generator=generator) * 2.0 ** torch.randint(-12, 12, (40, 1), generator=generator)
+        v = 10.0 ** float(torch.empty(()).uniform_(-9, 3, generator=generator))
+        for variance in (v, torch.rand(40, 37, generator=generator) * v):
+            both_paths_agree(lambda x=x, v=variance, s=seed: corrected(x, v, name, Key(s)))  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("name", ["fixed8.3", "bfp8e4", "fp8_e4m3", "e4m3"])
+def test_other_dtypes(dtype: torch.dtype, name: str) -> None:
+    x = sample((9, 70), 3.0, 0).to(dtype)
+    both_paths_agree(lambda: quantize(x, name, "stochastic", Key(1)))
+    both_paths_agree(lambda: corrected(x, 0.01, name, Key(1)))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_codes(name: str) -> None:
+    for seed, shape in enumerate(SHAPES):
+        for magnitude in (2.0, 1e-38, 1e30):
+            x = sample(shape, magnitude, seed)
+            both_paths_agree(lambda x=x: encode(x, name).codes.float())  # type: ignore[misc]
+            both_paths_agree(lambda x=x: encode(x, name).decode())  # type: ignore[misc]
+            if parse(name).storage_bits and (exponents := encode(x, name).exponents) is not None:
+                with native.disabled():
+                    other = encode(x, name).exponents
+                assert other is not None
+                assert torch.equal(exponents, other)
+
+
+@pytest.mark.parametrize("name", ["fixed8.6", "bfp8", "bfp8/32", "bfp8/tensor", "bfp16", "fp8_e4m3", "e4m3", "bfp4"])
+@pytest.mark.parametrize("rounding", ["corrected", "stochastic", "nearest"])
+def test_the_step_on_codes_is_the_step_on_values(name: str, rounding: Rounding, every_level: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    settings = Update(0.1, 1e-3, 1e-4, name, "bfp8", None, rounding)
+    theta = encode(torch.randn(50, 129, generator=generator) * 0.3, name)
+    for step in range(3):
+        gradient = torch.randn(50, 129, generator=generator)
+        key = Key(5, 1, step)
+        with native.disabled():
+            expected = update(theta.decode(), gradient, settings, name, key)
+        update_codes_([theta], [], [gradient], settings, [key])
+        assert torch.equal(theta.decode(), expected)
+
+
+@pytest.mark.parametrize(
+    "y", [-1.6, -(2.0**-30), 2.0**-30, 1.6, 0.5, -0.5, 7.9999992, -7.9999992, 26.4, -26.4, 0.0, 3.0]
+)
+def test_stochastic_rounding_in_the_kernels_arrangement(y: float) -> None:
+    # The kernels decide between floor and ceiling, the definition between the nearest integer and its neighbours. Uniforms
+    # next to the threshold, and throughout: where the two arrangements might round differently, they do not.
+    ys = torch.tensor(y)
+    near = int(float(ys.abs().frac()) * 2**23)
+    cells = torch.cat(
+        [torch.arange(0, 2**23, 8191), *(c + torch.arange(-40, 41) for c in (0, near, 2**23 - near, 2**23))]
+    )
+    u = (cells.clamp(0, 2**23 - 1) + 0.5) * 2.0**-23
+    zero, t, above = torch.zeros(()), ys.trunc(), (ys >= 0).float()
+    expected = rounding.settle(ys.expand_as(u), zero, torch.zeros((), dtype=torch.bool), u, zero)
+    assert torch.equal((t - 1) + above + (u >= above - (ys - t)).float(), expected)
+
+
+def test_what_the_kernels_would_misread_is_refused() -> None:
+    theta, gradient = torch.zeros(4), torch.zeros(8)
+    for job in (
+        native.Job(theta, None, None, None, gradient, Key(0)),
+        native.Job(theta, None, None, torch.zeros(4, dtype=torch.float64), torch.zeros(4), Key(0)),
+        native.Job(torch.zeros(4, 4).T[0], None, None, None, torch.zeros(4), Key(0)),
+    ):
+        with pytest.raises(ValueError, match="the kernels need a contiguous"):
+            native.sgld([job], None, None, None, "corrected", 0.1, 0.0, 0.0, False)
+
+
+def test_threads_and_levels_are_named() -> None:
+    assert native.levels()[0] == "baseline"
+    assert native.level() == native.levels()[-1]
+    with pytest.raises(ValueError, match="level must be one of baseline"):
+        native.use_level("mmx")
+
+
+def test_disabling_nests_and_ends() -> None:
+    x = torch.ones(1)
+    assert native.enabled_for(x)
+    with native.disabled(), native.disabled():
+        assert not native.enabled_for(x)
+    assert native.enabled_for(x)
+    assert not native.enabled_for(x.double())

@@ -1,0 +1,438 @@
+"""SGLD as a citizen of torch.optim, and as the paper's table of methods."""
+
+import copy
+import io
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from qlangevin import SGLD, BlockFloat, Key, corrected, native, parse, quantize
+from qlangevin.quantization import random
+from qlangevin.sampling.step import parameter_key, sgld_op
+
+# The paper's methods are settings.
+METHODS: dict[str, dict[str, Any]] = {
+    "SGDFP": {"temperature": 0.0},
+    "SGLDFP": {},
+    "SGDLP-F": {"temperature": 0.0, "weights": "bfp8", "gradients": "bfp8", "accumulator": "fp32"},
+    "SGDLP-L": {"temperature": 0.0, "weights": "bfp8", "gradients": "bfp8", "rounding": "stochastic"},
+    "SGLDLP-F": {"weights": "bfp8", "gradients": "bfp8", "accumulator": "fp32"},
+    "naive SGLDLP-L": {"weights": "bfp8", "gradients": "bfp8", "rounding": "stochastic"},
+    "VC SGLDLP-L": {"weights": "bfp8", "gradients": "bfp8"},
+    "VC SGLDLP-L, as printed": {"weights": "bfp8", "gradients": "bfp8", "algorithm": "paper"},
+    "VC SGLDLP-L, fixed": {"weights": "fixed8.5", "gradients": "fixed8.6"},
+    "VC SGLDLP-L, float": {"weights": "e4m3", "gradients": "fp8_e5m2"},
+    "8 bits over 16": {"weights": "bfp8", "accumulator": "bfp16"},
+    "nearest": {"weights": "bfp8/32", "gradients": "bfp8/tensor", "rounding": "nearest"},
+}
+
+
+def problem(seed: int = 0) -> tuple[nn.Module, Tensor, Tensor]:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(6, 17), nn.Tanh(), nn.Linear(17, 3))
+    return model, torch.randn(32, 6), torch.randint(0, 3, (32,))
+
+
+def backward(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    model.zero_grad()
+    loss = nn.functional.cross_entropy(model(x), y)
+    loss.backward()
+    return loss
+
+
+def train(settings: dict[str, Any], steps: int = 6) -> tuple[nn.Module, SGLD]:
+    model, x, y = problem()
+    sampler = SGLD(model.named_parameters(), lr=0.1, num_data=1000, weight_decay=1e-3, **settings)
+    for _ in range(steps):
+        backward(model, x, y)
+        sampler.step()
+    return model, sampler
+
+
+def values(model: nn.Module) -> list[Tensor]:
+    return [p.detach().clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_both_paths_give_the_same_chain_and_stay_on_the_grid(method: str) -> None:
+    settings = METHODS[method]
+    model, sampler = train(settings)
+    with native.disabled():
+        other, _ = train(settings)
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(p, q)
+        if "weights" in settings:
+            assert parse(settings["weights"]).is_representable(p.detach()).all()
+        if "accumulator" in settings:
+            assert parse(settings["accumulator"]).is_representable(sampler.state[p]["accumulator"]).all()
+
+
+def test_parameters_are_on_the_grid_from_construction_on() -> None:
+    model, _, _ = problem()
+    before = values(model)
+    SGLD(model.parameters(), lr=0.1, num_data=10, weights="bfp4", rounding="nearest")
+    for p, old in zip(model.parameters(), before, strict=True):
+        assert torch.equal(p, quantize(old, "bfp4"))
+
+
+def test_one_step_is_the_equation() -> None:
+    theta = nn.Parameter(torch.randn(40, 9, generator=torch.Generator().manual_seed(0)))
+    sampler = SGLD(
+        [theta], lr=0.1, num_data=50, temperature=0.5, weight_decay=0.01, weights="bfp8", gradients="bfp8", seed=9
+    )
+    start = theta.detach().clone()
+    theta.grad = torch.randn(40, 9, generator=torch.Generator().manual_seed(1))
+    sampler.step()
+    key = parameter_key(9, 0, 0, 1)
+    g = torch.ops.qlangevin.quantize(
+        theta.grad, "bfp8", "stochastic", key.seed, key.stream - 2**64 * (key.stream >= 2**63), 1, random.GRADIENT
+    )
+    mu = start - 0.1 * (g + 0.01 * start)
+    assert torch.equal(theta, corrected(mu, 2 * 0.1 * 0.5 / 50, "bfp8", key))
+
+
+def test_without_noise_and_formats_it_is_torchs_sgd() -> None:
+    ours, x, y = problem()
+    theirs = copy.deepcopy(ours)
+    a = SGLD(ours.parameters(), lr=0.1, num_data=1000, temperature=0.0, weight_decay=0.01)
+    b = torch.optim.SGD(theirs.parameters(), lr=0.1, weight_decay=0.01)
+    for _ in range(5):
+        backward(ours, x, y)
+        a.step()
+        backward(theirs, x, y)
+        b.step()
+    for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert torch.allclose(p, q, rtol=0, atol=1e-6)
+
+
+def test_the_noise_has_variance_2_lr_t_over_n() -> None:
+    theta = nn.Parameter(torch.zeros(200_000))
+    sampler = SGLD([theta], lr=0.2, num_data=40, temperature=0.5)
+    theta.grad = torch.zeros_like(theta)
+    sampler.step()
+    expected = 2 * 0.2 * 0.5 / 40
+    # the relative standard error of a variance of n normals is sqrt(2/n) = 0.0032: five of them
+    assert float(theta.detach().double().square().mean()) == pytest.approx(expected, rel=0.016)
+
+
+@pytest.mark.parametrize("method", ["VC SGLDLP-L", "SGLDLP-F", "8 bits over 16"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_continuing_after_a_load_equals_not_having_stopped(method: str, dtype: torch.dtype) -> None:
+    def start() -> tuple[nn.Module, Tensor, Tensor, SGLD]:
+        model, x, y = problem()
+        model = model.to(dtype)
+        weights = {"weights": "fixed8.5"} if dtype == torch.bfloat16 else {}
+        settings = {**METHODS[method], **weights, "gradients": BlockFloat(8, "tensor"), "seed": 3}
+        return model, x.to(dtype), y, SGLD(model.parameters(), 0.1, 1000, **settings)
+
+    def run(model: nn.Module, x: Tensor, y: Tensor, sampler: SGLD, steps: int) -> None:
+        for _ in range(steps):
+            backward(model, x, y)
+            sampler.step()
+
+    one = start()
+    run(*one, 3)
+    buffer = io.BytesIO()
+    torch.save((one[0].state_dict(), one[3].state_dict()), buffer)
+    run(*one, 4)
+    buffer.seek(0)
+    model_state, sampler_state = torch.load(buffer, weights_only=True)
+    two = start()
+    two[3].param_groups[0]["seed"] = 99  # the saved one counts
+    two[0].load_state_dict(model_state)
+    two[3].load_state_dict(sampler_state)
+    run(*two, 4)
+    for p, q in zip(one[0].parameters(), two[0].parameters(), strict=True):
+        assert torch.equal(p, q)
+        if "accumulator" in one[3].state[p]:
+            assert torch.equal(one[3].state[p]["accumulator"], two[3].state[q]["accumulator"])
+            assert one[3].state[p]["accumulator"].dtype == two[3].state[q]["accumulator"].dtype
+
+
+def test_groups_override_any_setting() -> None:
+    a, b, c = (nn.Parameter(torch.full((4,), 0.3)) for _ in range(3))
+    groups: list[dict[str, Any]] = [
+        {"params": [a]},
+        {"params": [b], "weights": "fixed4.1", "lr": 0.0, "temperature": 0.0},
+    ]
+    sampler = SGLD(groups, lr=0.1, num_data=10, weights="fixed8.3", seed=1)
+    sampler.add_param_group({"params": [c], "weights": None, "temperature": 0.0, "maximize": True})
+    assert parse("fixed4.1").is_representable(b.detach()).all()
+    for p in (a, b, c):
+        p.grad = torch.ones(4)
+    before = b.detach().clone()
+    sampler.step()
+    assert torch.equal(b, before)
+    assert torch.allclose(c, torch.full((4,), 0.4))
+    assert parse("fixed8.3").is_representable(a.detach()).all()
+
+
+def test_schedulers_and_tensor_learning_rates() -> None:
+    theta = nn.Parameter(torch.zeros(3))
+    sampler = SGLD([theta], lr=0.5, num_data=10, temperature=0.0)
+    schedule = torch.optim.lr_scheduler.StepLR(sampler, step_size=1, gamma=0.5)
+    for _ in range(2):
+        theta.grad = torch.ones(3)
+        sampler.step()
+        schedule.step()
+    assert torch.equal(theta, torch.full((3,), -0.75))
+    sampler.param_groups[0]["lr"] = torch.tensor(1.0)
+    sampler.step()
+    assert torch.equal(theta, torch.full((3,), -1.75))
+
+
+def test_closures_are_called_with_gradients_on() -> None:
+    model, x, y = problem()
+    sampler = SGLD(model.parameters(), 0.1, 1000, weights="bfp8")
+    before = values(model)
+    loss = sampler.step(lambda: backward(model, x, y))  # type: ignore[arg-type, return-value]
+    assert isinstance(loss, Tensor)
+    assert any(not torch.equal(p, q) for p, q in zip(before, values(model), strict=True))
+
+
+def test_frozen_missing_and_shared_parameters() -> None:
+    shared = nn.Linear(4, 4, bias=False)
+    last = nn.Linear(4, 2)
+    model = nn.Sequential(shared, nn.ReLU(), shared, last)
+    last.bias.requires_grad_(False)
+    sampler = SGLD(model.parameters(), 0.1, 100, weights="bfp8", weight_decay=0.1)
+    frozen = last.bias.detach().clone()
+    model(torch.randn(3, 4)).sum().backward()
+    sampler.step()
+    assert torch.equal(last.bias, frozen)
+    assert sampler.state[shared.weight]["step"] == 1
+    assert sampler.state[last.bias]["step"] == 0
+
+
+@pytest.mark.parametrize("method", ["VC SGLDLP-L", "SGLDLP-F", "naive SGLDLP-L"])
+def test_strides_do_not_matter(method: str) -> None:
+    start = torch.randn(6, 5, generator=torch.Generator().manual_seed(0))
+    plain, transposed = nn.Parameter(start.clone()), nn.Parameter(start.T.contiguous().T)
+    assert not transposed.is_contiguous()
+    for p in (plain, transposed):
+        sampler = SGLD([p], 0.1, 100, **METHODS[method])
+        p.grad = torch.ones_like(p)
+        sampler.step()
+    assert torch.equal(plain, transposed)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("shape", [(), (1,), (3, 2)])
+def test_dtypes_and_shapes(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    for settings in ({"weights": "fixed8.3"}, {}, {"weights": "fixed8.3", "accumulator": "fp32"}):
+        p = nn.Parameter(torch.ones(shape, dtype=dtype))
+        sampler = SGLD([p], 0.1, 2, **settings)  # type: ignore[arg-type]
+        for _ in range(3):
+            p.grad = torch.ones_like(p)
+            sampler.step()
+        assert p.dtype == dtype
+        assert p.isfinite().all()
+        assert (p != 1).any()
+
+
+def test_half_precision_without_a_format_is_unbiased_on_its_own_grid() -> None:
+    # bfloat16 near 1 has a gap of 2^-7; a step of 2^-12 vanishes if it is rounded to nearest.
+    p = nn.Parameter(torch.ones(100_000, dtype=torch.bfloat16))
+    sampler = SGLD([p], lr=2.0**-12, num_data=1, temperature=0.0)
+    p.grad = torch.ones_like(p)
+    sampler.step()
+    # Bernoulli with probability 1/16 below 1 (gap 2^-8): standard error of the mean 3e-6
+    assert float(p.detach().double().mean()) == pytest.approx(1 - 2.0**-12, abs=1.6e-5)
+
+
+def test_saturated_weights_are_counted() -> None:
+    p = nn.Parameter(torch.tensor([0.0, 15.0, -15.0, 3.0]))
+    sampler = SGLD([p], lr=1.0, num_data=1e9, weights="fixed8.3", rounding="nearest")
+    assert sampler.saturated() == 0
+    p.grad = torch.tensor([0.0, -100.0, 100.0, 0.0])
+    sampler.step()
+    assert sampler.saturated() == 2
+    assert p.tolist() == [0.0, 15.875, -16.0, 3.0]
+
+
+@pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
+def test_a_gradient_that_is_not_finite_changes_nothing(bad: float) -> None:
+    model, x, y = problem()
+    sampler = SGLD(model.named_parameters(), 0.1, 100, weights="bfp8", accumulator="fp32")
+    backward(model, x, y)
+    model[2].bias.grad[1] = bad  # type: ignore[index]
+    before, state = values(model), copy.deepcopy(sampler.state_dict())
+    with pytest.raises(FloatingPointError, match=r"parameter '2.bias' .* no parameter was changed"):
+        sampler.step()
+    assert all(torch.equal(p, q) for p, q in zip(before, values(model), strict=True))
+    assert str(state) == str(sampler.state_dict())
+
+
+def test_gradients_it_cannot_use_are_type_errors() -> None:
+    embedding = nn.Embedding(5, 2, sparse=True)
+    sampler = SGLD(embedding.parameters(), 0.1, 100)
+    embedding(torch.tensor([1, 2])).sum().backward()
+    with pytest.raises(TypeError, match=r"parameter 0 \(shape \(5, 2\)\) has a sparse gradient"):
+        sampler.step()
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "words"),
+    [
+        ({"lr": -0.1}, ValueError, "lr must be .* got -0.1"),
+        ({"lr": float("nan")}, ValueError, "lr must be"),
+        ({"num_data": 0}, ValueError, "num_data must be .* got 0"),
+        ({"num_data": -5}, ValueError, "got -5"),
+        ({"temperature": -1.0}, ValueError, "temperature must be"),
+        ({"weight_decay": -1.0}, ValueError, "weight_decay must be"),
+        ({"weights": "int8"}, ValueError, "unknown format 'int8'"),
+        ({"gradients": "bfp1"}, ValueError, "bits must be"),
+        ({"accumulator": "float"}, ValueError, "unknown format 'float'"),
+        ({"rounding": "up"}, ValueError, "rounding must be one of"),
+        ({"algorithm": "5"}, ValueError, "algorithm must be one of"),
+        ({"seed": -1}, ValueError, "seed must be"),
+    ],
+)
+def test_settings_out_of_range_are_named(settings: dict[str, Any], error: type[Exception], words: str) -> None:
+    p = nn.Parameter(torch.full((2,), 0.3))
+    with pytest.raises(error, match=words):
+        SGLD([p], **{"lr": 0.1, "num_data": 10, **settings})
+    sampler = SGLD([nn.Parameter(torch.zeros(1))], lr=0.1, num_data=10)
+    with pytest.raises(error, match=words):
+        sampler.add_param_group({"params": [p], **settings})
+    assert len(sampler.param_groups) == 1
+    assert torch.equal(p, torch.full((2,), 0.3))
+
+
+def test_a_format_the_parameter_cannot_hold_is_refused_before_anything_is_changed() -> None:
+    good, bad = nn.Parameter(torch.full((2,), 0.3)), nn.Parameter(torch.full((2,), 0.3, dtype=torch.bfloat16))
+    with pytest.raises(ValueError, match=r"parameter 1 .* cannot hold every number of fixed16.8"):
+        SGLD([good, bad], lr=0.1, num_data=10, weights="fixed16.8")
+    assert torch.equal(good, torch.full((2,), 0.3))
+    with pytest.raises(ValueError, match="cannot hold every number of fp32"):
+        SGLD([bad], lr=0.1, num_data=10, weights="fp32")
+    with pytest.raises(TypeError, match="real floating-point"):
+        SGLD([nn.Parameter(torch.ones(2, dtype=torch.complex64))], lr=0.1, num_data=10)
+
+
+def test_autograd_notices_that_parameters_changed() -> None:
+    p = nn.Parameter(torch.ones(3))
+    sampler = SGLD([p], 0.1, 100, weights="bfp8")
+    loss = (p * p).sum()
+    p.grad = torch.ones(3)
+    sampler.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_the_step_is_an_operator_that_keeps_torchs_rules() -> None:
+    theta, gradient = quantize(torch.randn(4, 3), "bfp8"), torch.randn(4, 3)
+    arguments: tuple[Any, ...] = (
+        [theta],
+        [],
+        [gradient],
+        0.1,
+        0.0,
+        1e-3,
+        "bfp8",
+        None,
+        None,
+        "corrected",
+        "exact",
+        False,
+        0,
+        [0],
+        [1],
+    )
+    torch.library.opcheck(sgld_op, arguments, test_utils=["test_schema", "test_faketensor"])
+
+
+def test_numpys_numbers_are_numbers() -> None:
+    sampler = SGLD([nn.Parameter(torch.zeros(2))], np.float32(0.5), np.int64(100), seed=np.int64(3))
+    sampler.param_groups[0]["params"][0].grad = torch.ones(2)
+    sampler.step()
+
+
+def test_settings_changed_by_hand_are_checked_and_followed() -> None:
+    p = nn.Parameter(torch.full((3,), 0.3))
+    sampler = SGLD([p], 0.1, 1e9, temperature=0.0)
+    p.grad = torch.ones(3)
+    sampler.param_groups[0].update(weights=BlockFloat(8), accumulator="fp32")
+    sampler.step()
+    assert torch.allclose(sampler.state[p]["accumulator"], torch.full((3,), 0.2))
+    assert sampler.param_groups[0]["weights"] == "bfp8"
+    sampler.param_groups[0]["weights"] = "bfp1"
+    with pytest.raises(ValueError, match="bits must be"):
+        sampler.step()
+    half = nn.Parameter(torch.full((3,), 100.0, dtype=torch.bfloat16))
+    sampler = SGLD([half], 0.1, 1e9)
+    half.grad = torch.ones(3, dtype=torch.bfloat16)
+    sampler.param_groups[0]["weights"] = "fixed16.4"
+    with pytest.raises(ValueError, match=r"cannot hold every number of fixed16.4"):
+        sampler.step()
+
+
+def test_a_saved_accumulator_of_another_shape_or_dtype() -> None:
+    small, large = (nn.Parameter(torch.ones(n)) for n in (4, 64))
+    saved = SGLD([small], 0.1, 100, accumulator="fp32").state_dict()
+    with pytest.raises(ValueError, match=r"accumulator has shape \(4,\), its parameter \(64,\)"):
+        SGLD([large], 0.1, 100, accumulator="fp32").load_state_dict(saved)
+    wide = nn.Parameter(torch.full((4,), 0.25, dtype=torch.float64))
+    sampler = SGLD([small], 0.1, 1e9, accumulator="fp32", temperature=0.0)
+    sampler.load_state_dict(SGLD([wide], 0.1, 1e9, accumulator="fp32", temperature=0.0).state_dict())
+    small.grad = torch.zeros(4)
+    sampler.step()
+    assert small.tolist() == [0.25] * 4
+
+
+def test_weights_loaded_after_construction_are_not_undone() -> None:
+    p = nn.Parameter(torch.full((2, 3), 0.3))
+    sampler = SGLD([p], 0.1, 1e9, weights="bfp8", accumulator="fp32", temperature=0.0)
+    p.grad = torch.zeros_like(p)
+    for value in (0.75, 0.5):  # before the first step, and after it
+        with torch.no_grad():
+            p.fill_(value)
+        sampler.step()
+        assert torch.equal(p, torch.full((2, 3), value))
+    held = sampler.state[p]["accumulator"].add_(0.001).clone()  # what the weights are too coarse for is kept
+    with torch.no_grad():
+        p.copy_(p.clone())
+    sampler.step()
+    assert torch.equal(sampler.state[p]["accumulator"], held)
+
+
+def test_the_printed_algorithm_with_an_accumulator_is_unbiased() -> None:
+    # Its last rounding and that of the weights must not share random bits; z beyond 5.5 has probability 4e-8.
+    start = torch.tensor([7.0, 7.0, 7.0, 3.0]).expand(40_000, 4)
+    p = nn.Parameter(start.clone())
+    sampler = SGLD([p], 0.3, 1, weights="fixed8.-2", accumulator="bfp4", algorithm="paper")
+    p.grad = torch.zeros_like(p)
+    sampler.step()
+    error = (p.detach() - sampler.state[p]["accumulator"]).double()
+    assert (error.mean(0) / (error.var(0) / len(error)).sqrt()).abs().max() < 5.5
+
+
+def test_seeds_and_parameters_differ_and_repeat() -> None:
+    def noise(seed: int, stream: int = 0) -> list[Tensor]:
+        a, b = nn.Parameter(torch.zeros(50)), nn.Parameter(torch.zeros(50))
+        sampler = SGLD([a, b], 0.1, 100, seed=seed, stream=stream)
+        a.grad, b.grad = torch.zeros(50), torch.zeros(50)
+        sampler.step()
+        return [a.detach(), b.detach()]
+
+    (a, b), (again, _), (other, _), (stream, _) = noise(1), noise(1), noise(2), noise(1, 1)
+    assert torch.equal(a, again)
+    assert not torch.equal(a, b)
+    assert not torch.equal(a, other)
+    assert not torch.equal(a, stream)
+    assert torch.equal(stream, noise(1, 1)[0])
+    assert Key(1).fold(0) != Key(1).fold(1)
+
+
+def test_a_state_of_before_there_were_streams_goes_on() -> None:
+    p = nn.Parameter(torch.zeros(5))
+    sampler = SGLD([p], 0.1, 100, stream=7)
+    state = sampler.state_dict()
+    del state["param_groups"][0]["stream"]
+    sampler.load_state_dict(state)
+    assert sampler.param_groups[0]["stream"] == 0
+    p.grad = torch.zeros(5)
+    sampler.step()
