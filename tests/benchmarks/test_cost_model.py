@@ -12,7 +12,6 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.distributed as dist
-from tests.test_readme import programs
 from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -22,6 +21,7 @@ from benchmarks.cost_model import BUCKET, Costs, Job, Machine, run, step, wire_b
 from qlangevin._dtensor import local
 from qlangevin.distributed import Wire, replicate
 from qlangevin.distributed.shards import shard
+from tests.test_readme import programs
 
 RANKS = 8
 PACKED = 1 + 1 / 512  # rows of 512

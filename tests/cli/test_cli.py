@@ -457,7 +457,7 @@ def test_the_bound_is_a_picture_and_a_table_or_json(capsys: pytest.CaptureFixtur
 def test_benchmarks_need_the_repository(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(commands, "__file__", str(tmp_path / "site-packages/qlangevin/commands.py"))
+    monkeypatch.setattr(commands, "__file__", str(tmp_path / "site-packages/qlangevin/cli/commands.py"))
     message = "the benchmarks are in the source repository, which is not here; clone it, and `make bench`"
     assert refused(["bench"], capsys) == message
     asked: list[Any] = []

@@ -31,7 +31,7 @@ from torch.utils.data import TensorDataset
 import qlangevin as ql
 from qlangevin import distributed
 
-HERE = Path(__file__).resolve().parent
+ROOT = Path(__file__).resolve().parents[2]
 START = 60.0  # seconds for the server to import PyTorch, on a busy machine
 DEADLINE = 40.0
 
@@ -176,7 +176,7 @@ def _server() -> _Server:
 
 
 def _serve() -> None:
-    sys.path[:0] = [str(HERE), str(HERE.parent)]
+    sys.path.insert(0, str(ROOT))
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what anybody prints is no answer
     ql.SGLD(network().parameters(), 0.1, 1).zero_grad()  # the first optimizer brings in the compiler: seconds, once
