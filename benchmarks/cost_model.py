@@ -29,7 +29,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from qlangevin._validate import fraction, number, whole
+from qlangevin._validate import check_fraction, check_integer, check_number
 from qlangevin.distributed.wire import check_carried
 from qlangevin.quantization.formats import FP32, BlockFloat
 
@@ -68,8 +68,8 @@ class Machine:
         for name in ("flops", "memory", "network", "disk", "stepping", "coding"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be a positive number, got {getattr(self, name)!r}")
-        number("latency", self.latency)
-        fraction("overlap", self.overlap)
+        check_number("latency", self.latency)
+        check_fraction("overlap", self.overlap)
 
 
 @dataclass(frozen=True)
@@ -112,17 +112,17 @@ class Job:
         if self.layout not in get_args(Layout):
             raise ValueError(f"layout must be one of {', '.join(get_args(Layout))}, got {self.layout!r}")
         for name in ("ranks", "layers"):
-            whole(name, getattr(self, name), 1)
+            check_integer(name, getattr(self, name), 1)
         for name in ("weights", "batch", "tensors", "every", "activations"):
-            number(name, getattr(self, name))
+            check_number(name, getattr(self, name))
         for name in ("largest", "packed", "seconds"):
             if getattr(self, name) is not None:
-                number(name, getattr(self, name))
+                check_number(name, getattr(self, name))
         if not self.bucket > 0:
             raise ValueError(f"bucket must be a positive number, got {self.bucket!r}")
         if self.wire is not None and self.layout != "replicas":
             raise ValueError(f"only replicas have a wire, and the layout is {self.layout!r}")
-        if self.ranks % whole("chains", self.count, 1) and self.layout != "chains":
+        if self.ranks % check_integer("chains", self.count, 1) and self.layout != "chains":
             raise ValueError(f"{self.ranks} ranks cannot be split into {self.count} groups of equal size")
 
     @property
@@ -258,8 +258,8 @@ def run(job: Job, machine: Machine, *, steps: int, samples: int) -> Run:
     A sample is p N bytes, whatever the layout: stored in 8 bits. While it is written its chain waits; shards are gathered
     by the first rank before.
     """
-    whole("steps", steps, 0)
-    whole("samples", samples, 0)
+    check_integer("steps", steps, 0)
+    check_integer("samples", samples, 0)
     costs, size = step(job, machine), (PACKED if job.packed is None else job.packed) * job.weights
     gathering = size / machine.network if job.layout == "shards" and job.group > 1 else 0.0
     stepping = steps * job.turns * costs.seconds

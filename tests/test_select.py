@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from qlangevin._select import Choice, choose
+from qlangevin._select import Choice, select_modules
 
 NAMES = ["", "encoder", "encoder.0", "encoder.1", "encoder.2", "norm", "head"]
 
@@ -45,27 +45,27 @@ def model() -> nn.Module:
 )
 def test_what_rules_choose(layers: Choice, skip: Choice | None, expected: list[str]) -> None:
     net = model()
-    chosen = choose(net, layers, skip)
+    chosen = select_modules(net, layers, skip)
     assert list(chosen) == expected  # in the order of the model
     assert all(chosen[name] is net.get_submodule(name) for name in expected)
 
 
 def test_predicates_get_name_and_module() -> None:
     net, seen = model(), []
-    choose(net, lambda name, module: bool(seen.append((name, module))))  # type: ignore[func-returns-value]
+    select_modules(net, lambda name, module: bool(seen.append((name, module))))  # type: ignore[func-returns-value]
     assert seen == list(net.named_modules())
 
 
 def test_a_shared_module_is_chosen_once() -> None:
     shared = nn.Linear(2, 2)
     net = nn.Sequential(shared, nn.ReLU(), shared)
-    assert choose(net, nn.Linear) == {"0": shared}
-    assert choose(net, nn.Module, nn.Linear).keys() == {"", "1"}
+    assert select_modules(net, nn.Linear) == {"0": shared}
+    assert select_modules(net, nn.Module, nn.Linear).keys() == {"", "1"}
 
 
 def test_the_case_of_letters_counts() -> None:
     with pytest.raises(ValueError, match="the pattern 'HEAD' fits no layer"):
-        choose(model(), "HEAD")
+        select_modules(model(), "HEAD")
 
 
 @pytest.mark.parametrize("where", ["layers", "skip"])
@@ -74,9 +74,9 @@ def test_a_pattern_that_fits_nothing_is_a_slip_of_the_pen(where: str) -> None:
     with pytest.raises(
         ValueError, match=r"'encodr.\*' fits no layer; layers are named 'encoder', 'encoder.0', .*'head'"
     ):
-        choose(model(), **rules)
+        select_modules(model(), **rules)
     with pytest.raises(ValueError, match=r"'weight' fits no layer; .* the model has no submodules"):
-        choose(nn.Linear(1, 1), **{**rules, where: "weight"})
+        select_modules(nn.Linear(1, 1), **{**rules, where: "weight"})
 
 
 @pytest.mark.parametrize("where", ["layers", "skip"])
@@ -84,11 +84,11 @@ def test_a_pattern_that_fits_nothing_is_a_slip_of_the_pen(where: str) -> None:
 def test_rules_of_another_kind_are_named(where: str, wrong: Any) -> None:
     rules: dict[str, Any] = {"layers": nn.Module, where: wrong}
     with pytest.raises(TypeError, match=f"^{where} must be types of modules.*got "):
-        choose(model(), **rules)
+        select_modules(model(), **rules)
 
 
 def test_a_module_is_not_a_rule() -> None:
     # It can be called, but not to ask it whether a layer is wanted.
     net = model()
     with pytest.raises(TypeError, match=r"^skip must be types of modules, .* got Linear"):
-        choose(net, nn.Module, net.get_submodule("head"))
+        select_modules(net, nn.Module, net.get_submodule("head"))

@@ -8,14 +8,14 @@ from typing import Any, TypeAlias, cast
 
 from torch import nn
 
-__all__ = ["Choice", "choose"]
+__all__ = ["Choice", "select_modules"]
 
 Predicate: TypeAlias = Callable[[str, nn.Module], bool]
 Rule: TypeAlias = type[nn.Module] | str | Predicate
 Choice: TypeAlias = Rule | Iterable[Rule]
 
 
-def choose(model: nn.Module, layers: Choice, skip: Choice | None = None) -> dict[str, nn.Module]:
+def select_modules(model: nn.Module, layers: Choice, skip: Choice | None = None) -> dict[str, nn.Module]:
     """The modules that a rule of ``layers`` fits and no rule of ``skip``, by name; a shared module once.
 
     A rule is a type (``nn.Conv2d``), a pattern of names (``"encoder.*"``) or a predicate of name and module. A pattern that

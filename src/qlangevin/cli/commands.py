@@ -18,7 +18,7 @@ from typing import Annotated, Any, Generic, TypeAlias, TypeVar
 import tyro
 
 from .._progress import progress_bar
-from .._validate import whole
+from .._validate import check_integer
 from ..distributed.ranks import join
 from ..experiments import bound, demo, gaussian, presets, run
 from ..experiments.data.datasets import Name
@@ -160,7 +160,7 @@ class SweepOne(Generic[Preset]):
     """Runs side by side; by default as many as there are cores."""
 
     def execute(self) -> int:
-        jobs = cores() if self.jobs is None else whole("jobs", self.jobs, 1)
+        jobs = cores() if self.jobs is None else check_integer("jobs", self.jobs, 1)
         configs = plan(self.config, self.methods, self.formats, self.seeds)
         folder = self.where.out or Path("results", self.config.name)
         threads = max(1, cores() // min(jobs, len(configs)))

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from .._validate import differences, number, whole
+from .._validate import check_integer, check_number, describe_differences
 
 __all__ = ["ALONE", "MissingRankError", "Ranks", "agree", "gather", "join", "launched", "lost", "same"]
 
@@ -64,7 +64,7 @@ class Ranks:
 
     def split(self, parts: int) -> Ranks:
         """Groups of equal size, as many as there are parts, of neighbouring ranks. All of these ranks must call this."""
-        if self.size % whole("parts", parts, 1):
+        if self.size % check_integer("parts", parts, 1):
             raise ValueError(f"{self.size} ranks cannot be split into {parts} groups of equal size")
         if parts == 1 or self.group is None:
             return self
@@ -103,8 +103,8 @@ def join(backend: str | None = None, *, patience: float = PATIENCE, timeout: flo
         timeout: seconds a rank may be late for the others later on, when it writes a sample, say. That a process is gone is
             noticed at once.
     """
-    patience = number("patience", patience)
-    timeout = max(patience, number("timeout", timeout))
+    patience = check_number("patience", patience)
+    timeout = max(patience, check_number("timeout", timeout))
     own = not dist.is_initialized()
     if own and not launched():
         yield ALONE
@@ -130,7 +130,7 @@ def _place() -> tuple[int, int]:
     for name, value in values.items():
         if not value.isdecimal():
             raise ValueError(f"the variable {name} must be a number, got {value!r}")
-    whole("the variable MASTER_PORT", int(values["MASTER_PORT"]), 0, 65535)
+    check_integer("the variable MASTER_PORT", int(values["MASTER_PORT"]), 0, 65535)
     rank, size = int(values["RANK"]), int(values["WORLD_SIZE"])
     if rank >= size:
         raise ValueError(f"RANK must be less than WORLD_SIZE, got rank {rank} of {size}")
@@ -231,7 +231,7 @@ def agree(facts: Mapping[str, Any], group: Any) -> None:
         return
     told = gather(facts, group)
     rank = next(rank for rank, other in enumerate(told) if other != told[0])
-    odd = differences(told[0], told[rank])
+    odd = describe_differences(told[0], told[rank])
     more = f"; and {len(odd) - 5} more" if len(odd) > 5 else ""
     raise ValueError(
         f"the ranks were told different things (there: rank 0, here: rank {rank}): {'; '.join(odd[:5])}{more}"

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from .. import lowering
-from .._validate import whole
+from .._validate import check_integer
 from ..quantization.formats import FP32, Format
 from ..quantization.qtensor import QTensor
 from ..sampling.sgld import SGLD
@@ -145,7 +145,7 @@ class Watch:
 
     def __init__(self, model: nn.Module, sampler: SGLD, every: int = 100, group: Any = None) -> None:
         self.model, self.sampler, self.group = model_tensors.unwrapped(model), sampler, group
-        self.every, self.steps = whole("every", every, 0), 0
+        self.every, self.steps = check_integer("every", every, 0), 0
 
     def __call__(self, *_: Any) -> None:
         self.steps += 1

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .. import lowering
-from .._select import Choice, choose
+from .._select import Choice, select_modules
 from ..quantization.formats import BlockFloat, Format, check_holds, parse
 from ..quantization.qtensor import QTensor
 from ..sampling.packing import check_owners, replace_parameters
@@ -210,7 +210,7 @@ def _groups(model: nn.Module, layers: Choice | None, skip: Choice | None) -> lis
         inside = set(module.modules())
         return module is not model and all(owners[id(p)] <= inside for p in module.parameters())
 
-    chosen = choose(model, nn.Module if layers is None else layers, skip)
+    chosen = select_modules(model, nn.Module if layers is None else layers, skip)
     if layers is None:
         chosen = {name: m for name, m in chosen.items() if name and next(m.parameters(recurse=False), None) is not None}
         chosen = {name: m for name, m in chosen.items() if not any(name.startswith(f"{above}.") for above in chosen)}

@@ -21,7 +21,7 @@ import torch
 from torch.distributions import Normal
 
 from .. import theory
-from .._validate import whole
+from .._validate import check_integer
 from ..quantization import random
 from ..quantization.formats import FixedPoint, parse
 from ..quantization.random import Key
@@ -77,9 +77,9 @@ class Settings:
                 raise ValueError(
                     f"stepsizes must be above 0 and at most 2/(m + M) = 1, as the theorems ask, got {alpha}"
                 )
-        whole("integer", self.integer, 1)
+        check_integer("integer", self.integer, 1)
         for frac in self.frac:
-            whole("frac", frac, 0)
+            check_integer("frac", frac, 0)
         for format, _ in self.cases:
             theory.grid(format)
             if not isinstance(parse(format), FixedPoint):
@@ -87,8 +87,8 @@ class Settings:
                     f"format must be fixed point, such as fixed8.3, for the gap to be a constant, got {format}"
                 )
         if self.chains != 0:
-            whole("chains", self.chains, 2)
-        whole("max_steps", self.max_steps, 0)
+            check_integer("chains", self.chains, 2)
+        check_integer("max_steps", self.max_steps, 0)
         Key(self.seed)
 
     @property

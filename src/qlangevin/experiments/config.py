@@ -12,7 +12,7 @@ from typing import Any, ClassVar, TypeAlias
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
-from .._validate import fraction, number, whole
+from .._validate import check_fraction, check_integer, check_number
 from ..distributed.wire import check_carried
 from ..quantization.formats import BlockFloat, parse
 from ..quantization.random import Key
@@ -83,20 +83,20 @@ class Experiment(ABC):
         Key(self.seed)
         for f in fields(self):  # those of one experiment, such as its width, too
             if f.type == "int" and f.name not in ("seed", "workers"):
-                whole(f.name, getattr(self, f.name), 1)
+                check_integer(f.name, getattr(self, f.name), 1)
         for name in ("limit_train", "limit_test"):
             if getattr(self, name) is not None:
-                whole(name, getattr(self, name), 1)
+                check_integer(name, getattr(self, name), 1)
         if self.wire is not None:
             object.__setattr__(self, "wire", str(check_carried(self.wire)))
             if self.low is None and self.wire != "fp32":
                 raise ValueError(f"{self.how.name} is in full precision; leave --wire={self.wire} out")
-        whole("workers", self.workers, 0)
-        number("lr", self.lr)
-        number("weight_decay", self.weight_decay)
-        number("temperature", self.temperature)
-        fraction("burn_in", self.burn_in)
-        fraction("exploration", self.exploration)
+        check_integer("workers", self.workers, 0)
+        check_number("lr", self.lr)
+        check_number("weight_decay", self.weight_decay)
+        check_number("temperature", self.temperature)
+        check_fraction("burn_in", self.burn_in)
+        check_fraction("exploration", self.exploration)
 
     def _checked_format(self) -> str:
         if self.how.low:

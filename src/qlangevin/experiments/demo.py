@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .._validate import whole
+from .._validate import check_integer
 from . import gaussian, run
 from .environment import cores
 from .plotting import save
@@ -45,9 +45,9 @@ class Settings:
     """Runs side by side; by default as many as there are cores."""
 
     def __post_init__(self) -> None:
-        whole("seeds", self.seeds, 1)
+        check_integer("seeds", self.seeds, 1)
         if self.jobs is not None:
-            whole("jobs", self.jobs, 1)
+            check_integer("jobs", self.jobs, 1)
 
     @property
     def gaussian(self) -> gaussian.Settings:

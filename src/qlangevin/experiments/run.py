@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from .._validate import differences
+from .._validate import describe_differences
 from .._version import __version__
 from ..distributed.ranks import ALONE, Ranks, agree, gather
 from ..lowering.layers import lower
@@ -216,7 +216,7 @@ def _begun(config: Experiment, folder: Path) -> bool:
     """Whether the folder holds this run already. It must not hold anything else."""
     if (folder / CONFIG).exists():
         there = replace(configuration(folder), workers=config.workers)  # which may change: they change no number
-        if wrong := differences(there.to_json(), config.to_json()):
+        if wrong := describe_differences(there.to_json(), config.to_json()):
             raise ValueError(f"{folder} holds another run: {', '.join(wrong)}; choose another folder with --out")
         return True
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):

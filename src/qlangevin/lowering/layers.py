@@ -21,7 +21,8 @@ from torch.nn.modules import activation, batchnorm, conv, dropout, pooling
 from torch.nn.modules.module import _global_forward_hooks as global_hooks
 from torch.utils._pytree import tree_map_only
 
-from .._select import Choice, choose
+from .._select import Choice, select_modules
+from .._validate import check_choice
 from ..quantization import operators
 from ..quantization.formats import FP32, Format, parse
 from ..quantization.operators import Rounding
@@ -90,9 +91,9 @@ def lower(
         stream: tells chains apart that share a seed.
         save_codes: keep for backward as codes what is on the grid of the activations, which changes no number.
     """
-    operators.choose("rounding", rounding, ("nearest", "stochastic"))
+    check_choice("rounding", rounding, ("nearest", "stochastic"))
     names = tuple(None if f is None or parse(f) == FP32 else str(parse(f)) for f in (activations, errors))
-    chosen = choose(model, layers, skip)
+    chosen = select_modules(model, layers, skip)
     _check(chosen)
     for i, module in enumerate(chosen.values()):
         layer = Layer(names[0], names[1], rounding, Key(seed, stream), _STREAMS + i)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from .._progress import progress_bar
-from ..quantization import operators
+from .._validate import check_choice
 from ..sampling.loader import Loader
 from ..storage import model_tensors
 from ..storage.sample import Sample, Samples, chain_folders
@@ -80,7 +80,7 @@ class Posterior:
         """
         if not isinstance(model, nn.Module):
             raise TypeError(f"model must be a module, got {type(model).__name__}: Posterior.open(stores, model)")
-        operators.choose("link", link, ("softmax", "sigmoid", "identity"))
+        check_choice("link", link, ("softmax", "sigmoid", "identity"))
         if not isinstance(noise, numbers.Real) or not 0 <= noise < math.inf or (noise and link != "identity"):
             raise ValueError(
                 f"noise must be a variance, and goes with link='identity', got {noise!r} with link={link!r}"

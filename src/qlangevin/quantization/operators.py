@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeAlias, cast
 import torch
 from torch import Tensor
 
+from .._validate import check_choice
 from . import formats, random, rounding
 from .formats import Format
 from .random import Key
@@ -53,12 +54,6 @@ def on_cpu(name: str, body: Callable[..., Any]) -> None:
 def fake(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Say what an operator returns for tensors that have a shape but no numbers."""
     return cast(Callable[..., Any], torch.library.register_fake(f"qlangevin::{name}", lib=_library))
-
-
-def choose(name: str, value: object, allowed: tuple[str, ...]) -> None:
-    """Refuse a word that is not one of those allowed."""
-    if value not in allowed:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
 
 
 def signed(x: int) -> int:
@@ -172,7 +167,7 @@ def quantize(x: Tensor, format: str | Format, rounding: Rounding = "nearest", ke
         rounding: ``"nearest"`` (Q^d, half away from zero) or ``"stochastic"`` (Q^s, right in the mean).
         key: the random bits of stochastic rounding.
     """
-    choose("rounding", rounding, ("nearest", "stochastic"))
+    check_choice("rounding", rounding, ("nearest", "stochastic"))
     if key is None:
         if rounding == "stochastic":
             raise ValueError("stochastic rounding needs random bits: pass key=Key(seed)")
@@ -194,7 +189,7 @@ def corrected(
         algorithm: ``"exact"`` settles the grid before the noise; ``"paper"`` is Algorithm 2 (fixed point) or 5 (block and
             floating point) as printed.
     """
-    choose("algorithm", algorithm, ("exact", "paper"))
+    check_choice("algorithm", algorithm, ("exact", "paper"))
     if not isinstance(variance, Tensor):
         variance = torch.full((), variance, dtype=torch.float64)
     elif variance.dim():

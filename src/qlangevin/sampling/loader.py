@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from .._validate import differences, whole
+from .._validate import check_integer, describe_differences
 from ..quantization.random import Key
 
 __all__ = ["Loader"]
@@ -64,8 +64,8 @@ class Loader(DataLoader[Any]):
             raise ValueError(
                 "persistent workers keep a copy of the dataset, whose set_epoch would not be heard; leave out persistent_workers"
             )
-        batch_size = whole("batch_size", batch_size, 1)
-        self._rank, self._ranks = whole("rank", rank, 0), whole("ranks", ranks, 1)
+        batch_size = check_integer("batch_size", batch_size, 1)
+        self._rank, self._ranks = check_integer("rank", rank, 0), check_integer("ranks", ranks, 1)
         if self._rank >= self._ranks:
             raise ValueError(f"rank must be less than ranks, got rank {rank} of {ranks}")
         self._order = _Order(_length(dataset), batch_size, bool(shuffle), Key(seed, stream))
@@ -151,9 +151,9 @@ class Loader(DataLoader[Any]):
             raise ValueError(f"this is not the state of a Loader: it has no {', '.join(missing)}")
         moving = ("epoch", "position")
         there, mine = ({name: state[name] for name in here if name not in moving} for state in (state_dict, here))
-        if wrong := differences(there, mine):
+        if wrong := describe_differences(there, mine):
             raise ValueError(f"the state is of a loader with another order: {', '.join(wrong)}")
-        epoch, position = (whole(name, state_dict[name], 0) for name in ("epoch", "position"))
+        epoch, position = (check_integer(name, state_dict[name], 0) for name in ("epoch", "position"))
         if position >= len(self):
             raise ValueError(f"position must be less than {len(self)}, the batches of an epoch, got {position}")
         self._order.epoch, self._order.position = epoch, position

@@ -7,15 +7,15 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
-from .._validate import fraction, whole
+from .._validate import check_fraction, check_integer
 
 __all__ = ["after_burn_in", "part_of", "spread"]
 
 
 def after_burn_in(total_steps: int, samples: int, burn_in: float) -> dict[str, Any]:
     """The checked arguments that most schedules share, and the moments they mean."""
-    total_steps, samples = whole("total_steps", total_steps, 1), whole("samples", samples, 0)
-    burn_in = fraction("burn_in", burn_in)
+    total_steps, samples = check_integer("total_steps", total_steps, 1), check_integer("samples", samples, 0)
+    burn_in = check_fraction("burn_in", burn_in)
     begin = part_of(burn_in, total_steps)
     if samples > total_steps - begin:
         raise ValueError(

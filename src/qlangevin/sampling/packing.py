@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .._select import Choice, choose
-from ..quantization import operators, random
+from .._select import Choice, select_modules
+from .._validate import check_choice
+from ..quantization import random
 from ..quantization.formats import Format, check_holds, parse
 from ..quantization.operators import Rounding
 from ..quantization.qtensor import QTensor, encode
@@ -47,11 +48,11 @@ def pack(
         seed, stream: of the random bits; those of the sampler.
     """
     parsed = parse(weights)
-    operators.choose("rounding", rounding, ("nearest", "stochastic"))
+    check_choice("rounding", rounding, ("nearest", "stochastic"))
     order = {id(p): i for i, p in enumerate(model.parameters())}
     chosen = [
         (f"{where}.{name}".lstrip("."), module, p)
-        for where, module in choose(model, layers, skip).items()
+        for where, module in select_modules(model, layers, skip).items()
         for name, p in module.named_parameters(recurse=False, remove_duplicate=False)
         if p.requires_grad
     ]

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import Optimizer
 
-from .._validate import differences, fraction, number, whole
+from .._validate import check_fraction, check_integer, check_number, describe_differences
 from .moments import after_burn_in, part_of, spread
 
 __all__ = ["ConstantLR", "CyclicalLR", "LinearDecayLR", "Schedule", "StepDecayLR"]
@@ -113,15 +113,15 @@ class Schedule(LRScheduler, ABC):
         here, saved = self.settings(), state.get("settings")
         if not isinstance(saved, dict):
             raise ValueError(f"this is not the state of a schedule of qlangevin: its settings are {saved!r}")
-        if wrong := differences(saved, here):
+        if wrong := describe_differences(saved, here):
             raise ValueError(f"the state is of another schedule: {', '.join(wrong)}")
-        whole("last_epoch", state.get("last_epoch"), 0, self.total_steps)
+        check_integer("last_epoch", state.get("last_epoch"), 0, self.total_steps)
         for name in self._bases:
             groups, values = len(self.optimizer.param_groups), state.get(name)
             if not isinstance(values, list) or len(values) != groups:
                 raise ValueError(f"{name} must be a list of numbers, one for each of {groups} groups, got {values!r}")
             for value in values:
-                number(name, value)
+                check_number(name, value)
 
 
 class ConstantLR(Schedule):
@@ -166,8 +166,11 @@ class LinearDecayLR(Schedule):
         decayed_at: float = 0.9,
         final: float = 0.01,
     ) -> None:
-        self.flat_until, self.decayed_at = fraction("flat_until", flat_until), fraction("decayed_at", decayed_at)
-        self.final = fraction("final", final)
+        self.flat_until, self.decayed_at = (
+            check_fraction("flat_until", flat_until),
+            check_fraction("decayed_at", decayed_at),
+        )
+        self.final = check_fraction("final", final)
         if self.flat_until > self.decayed_at:
             raise ValueError(f"flat_until must not come after decayed_at, got {flat_until} and {decayed_at}")
         shape: dict[str, Any] = {"flat_until": self.flat_until, "decayed_at": self.decayed_at, "final": self.final}
@@ -205,11 +208,11 @@ class StepDecayLR(Schedule):
     ) -> None:
         if not isinstance(milestones, Iterable):
             raise ValueError(f"milestones must be several fractions, got {milestones!r}")
-        fractions = [fraction("milestones", m) for m in milestones]
+        fractions = [check_fraction("milestones", m) for m in milestones]
         if any(a >= b for a, b in pairwise(fractions)):
             raise ValueError(f"milestones must increase, got {fractions}")
         plan = after_burn_in(total_steps, samples, burn_in)
-        self.drops, self.gamma = [part_of(m, plan["total_steps"]) for m in fractions], fraction("gamma", gamma)
+        self.drops, self.gamma = [part_of(m, plan["total_steps"]) for m in fractions], check_fraction("gamma", gamma)
         super().__init__(optimizer, **plan, milestones=[*fractions], gamma=self.gamma)
 
     def factor(self, step: int) -> float:
@@ -248,13 +251,13 @@ class CyclicalLR(Schedule):
         exploration: float = 0.8,
         exploration_temperature: float | None = None,
     ) -> None:
-        self.total_steps = whole("total_steps", total_steps, 1)
-        self.cycles = whole("cycles", cycles, 1, self.total_steps)
-        self.exploration = fraction("exploration", exploration)
-        moments = self._moments_of_cycles(whole("samples_per_cycle", samples_per_cycle, 0))
+        self.total_steps = check_integer("total_steps", total_steps, 1)
+        self.cycles = check_integer("cycles", cycles, 1, self.total_steps)
+        self.exploration = check_fraction("exploration", exploration)
+        moments = self._moments_of_cycles(check_integer("samples_per_cycle", samples_per_cycle, 0))
         self.exploration_temperature = exploration_temperature
         if exploration_temperature is not None:
-            self.exploration_temperature = number("exploration_temperature", exploration_temperature)
+            self.exploration_temperature = check_number("exploration_temperature", exploration_temperature)
             self._bases = ("base_lrs", "base_temperatures")
             self.base_temperatures = _initial_temperatures(optimizer)
         super().__init__(

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._validate import check_choice
 from ..quantization import operators
 from ..quantization.formats import FLOAT32_MAX, FP8_E4M3, FP32, check_holds
 from ..quantization.operators import Algorithm, Rounding
@@ -58,8 +59,8 @@ class Settings:
             raise ValueError(
                 f"the noise would have variance 2 lr temperature / num_data = {self.variance}; check num_data"
             )
-        operators.choose("rounding", self.rounding, ("nearest", "stochastic", "corrected"))
-        operators.choose("algorithm", self.algorithm, ("exact", "paper"))
+        check_choice("rounding", self.rounding, ("nearest", "stochastic", "corrected"))
+        check_choice("algorithm", self.algorithm, ("exact", "paper"))
         Key(self.seed, self.stream)
 
     @classmethod

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .. import lowering
-from .._validate import differences
+from .._validate import describe_differences
 from .._version import __version__
 from . import files, model_tensors
 from .files import DTYPES, DamagedError
@@ -133,7 +133,9 @@ def _check_fits(saved: Saved, model: nn.Module, given: Mapping[str, Stateful]) -
     if "sampler" in given and (odd := [name for name in here if here[name].format != saved.info[name].format]):
         raise ValueError(f"{saved.what} is of a model packed as {saved.info[odd[0]].format}, not {here[odd[0]].format}")
     lowering.check_state(model_tensors.unwrapped(model), saved.layers)
-    if "sampler" in given and (odd := differences(saved.lowered, lowering.settings(model_tensors.unwrapped(model)))):
+    if "sampler" in given and (
+        odd := describe_differences(saved.lowered, lowering.settings(model_tensors.unwrapped(model)))
+    ):
         raise ValueError(f"{saved.what} is of a model lowered otherwise: {'; '.join(odd[:3])}")
     for name, component in given.items():
         kind, known = type(component).__name__, saved.classes.get(name)
@@ -158,7 +160,7 @@ def _common_samples(saved: Saved, store: SampleStore) -> int:
         raise DamagedError(f"{saved.what} is damaged: an entry is of another kind than it should be")
     if count > len(store):
         raise ValueError(f"{saved.what} comes after {count} samples, but {store.path} has {len(store)}")
-    if odd := differences(saved.store, _about(store, count)):
+    if odd := describe_differences(saved.store, _about(store, count)):
         raise ValueError(f"{saved.what} is of another run than the store in {store.path}: {'; '.join(odd[:3])}")
     return int(count)
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from .._validate import differences
+from .._validate import describe_differences
 from .._version import __version__
 from . import files, model_tensors
 from .files import DamagedError
@@ -109,7 +109,7 @@ class SampleStore(Samples):
             odd = [n for n in names if old.tensors.get(n) != new.tensors.get(n)]
             pairs = "; ".join(f"{n!r} is {old.tensors.get(n)} there, now {new.tensors.get(n)}" for n in odd[:5])
             raise ValueError(f"the store in {path} is of another model or sampler: {pairs}")
-        if odd := differences({"ranks": 1, **old.settings}, {"ranks": 1, **new.settings}):
+        if odd := describe_differences({"ranks": 1, **old.settings}, {"ranks": 1, **new.settings}):
             raise ValueError(f"the store in {path} was begun with other settings: {'; '.join(odd)}")
         return store
 

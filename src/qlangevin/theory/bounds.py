@@ -33,7 +33,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
 
-from .._validate import number, whole
+from .._validate import check_integer, check_number
 
 __all__ = ["Algorithm", "Bits", "Bound", "Constants", "best_stepsize", "bits_needed", "bound"]
 
@@ -62,10 +62,10 @@ class Constants:
         for name in ("convexity", "smoothness"):
             _positive(name, getattr(self, name))
         for name in ("hessian", "noise"):
-            number(name, getattr(self, name))
-        whole("dimension", self.dimension, 1)
+            check_number(name, getattr(self, name))
+        check_integer("dimension", self.dimension, 1)
         if self.gradient is not None:
-            number("gradient", self.gradient)
+            check_number("gradient", self.gradient)
         if self.convexity > self.smoothness:
             raise ValueError(
                 f"convexity must be at most smoothness, the largest eigenvalue of the Hessian, got {self.convexity} "
@@ -144,12 +144,12 @@ def bound(
     """
     name, c = _algorithm(method), constants
     alpha, m = _stepsize(stepsize, c), c.convexity
-    variance = _rounding_variance(name, c, alpha, number("weight_gap", weight_gap), printed)
-    gradient = number("gradient_gap", gradient_gap) * math.sqrt(c.dimension) / 2
-    number("start", start)
+    variance = _rounding_variance(name, c, alpha, check_number("weight_gap", weight_gap), printed)
+    gradient = check_number("gradient_gap", gradient_gap) * math.sqrt(c.dimension) / 2
+    check_number("start", start)
     error = math.sqrt(variance)
     rounding = 0.0 if name == "sgldlp-f" else error
-    left = 0.0 if steps is None else max(0.0, 1 - alpha * m) ** whole("steps", steps, 0)
+    left = 0.0 if steps is None else max(0.0, 1 - alpha * m) ** check_integer("steps", steps, 0)
     result = Bound(
         method=name,
         contraction=left * (start + rounding),
@@ -172,7 +172,7 @@ def best_stepsize(constants: Constants, weight_gap: float, gradient_gap: float =
     α² = 2c / (a² + 2b + a√(a² + 8b)). If this is beyond 2/(m + M), the best is 2/(m + M).
     """
     d, m = constants.dimension, constants.convexity
-    quantization, noise = number("gradient_gap", gradient_gap), constants.noise
+    quantization, noise = check_number("gradient_gap", gradient_gap), constants.noise
     a = 1.65 * constants.smoothness / m * math.sqrt(d)
     b = (quantization * quantization * d / 4 + noise * noise) / m
     c = math.sqrt(d / m) / 2 * _positive("weight_gap", weight_gap)  # its root
@@ -246,7 +246,7 @@ def _algorithm(name: str) -> Algorithm:
 
 def _stepsize(value: float, constants: Constants) -> float:
     limit = constants.largest_stepsize
-    if not 0 < number("stepsize", value) <= limit:
+    if not 0 < check_number("stepsize", value) <= limit:
         raise ValueError(
             f"stepsize must be above 0 and at most 2/(m + M) = {limit:g}, as the theorems ask, got {value!r}"
         )
@@ -254,7 +254,7 @@ def _stepsize(value: float, constants: Constants) -> float:
 
 
 def _positive(name: str, value: float) -> float:
-    if number(name, value) == 0:
+    if check_number(name, value) == 0:
         raise ValueError(f"{name} must be above 0, got {value!r}")
     return float(value)
 

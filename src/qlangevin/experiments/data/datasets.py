@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import torch
 
-from ..._validate import whole
+from ..._validate import check_integer
 from ...quantization import random
 from ...quantization.random import Key
 from ...sampling.loader import Loader
@@ -115,8 +115,12 @@ def load(
         raise ValueError(f"there is no data set {name!r}; there are {', '.join(get_args(Name))}")
     for label, limit in (("limit_train", limit_train), ("limit_test", limit_test)):
         if limit is not None:
-            whole(label, limit, 1)
-    length, words, size = whole("length", length, 1, 10_000), whole("words", words, 3), whole("size", size, 1, 10_000)
+            check_integer(label, limit, 1)
+    length, words, size = (
+        check_integer("length", length, 1, 10_000),
+        check_integer("words", words, 3),
+        check_integer("size", size, 1, 10_000),
+    )
     key = augmentation(seed) if augment else None
     if name == "digits":
         return _limited(_digits(), limit_train, limit_test)
@@ -134,7 +138,7 @@ def load(
 
 def loader(examples: Examples, batch_size: int, *, shuffle: bool, workers: int = 0, **options: Any) -> Loader:
     """Batches of examples, each looked up as a whole; the other options are those of `Loader`."""
-    workers = whole("workers", workers, 0)
+    workers = check_integer("workers", workers, 0)
     return Loader(examples, batch_size, shuffle=shuffle, num_workers=workers, collate_fn=as_it_is, **options)
 
 
@@ -144,7 +148,7 @@ def _limited(data: Data, limit_train: int | None, limit_test: int | None) -> Dat
     asked = (("train", "training", data.train, limit_train), ("test", "test", data.test, limit_test))
     for (short, long, part, limit), total in zip(asked, COUNTS[data.name], strict=True):
         if limit is not None:
-            part = part.first(whole(f"limit_{short}", limit, 1, len(part)))
+            part = part.first(check_integer(f"limit_{short}", limit, 1, len(part)))
         if len(part) < total:
             notes.append(f"{len(part)} of {total} {long} {kind}")
         parts.append(part)
