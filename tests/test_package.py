@@ -74,6 +74,17 @@ def test_modules_import_only_from_their_folder_and_those_before_it(name: str) ->
     assert not wrong, "\n".join(wrong)
 
 
+def test_contributing_draws_the_order_of_the_folders() -> None:
+    drawing = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").split("```")[1]
+    places = [drawing.index(f"  {name}/ ") for name in ORDER if (PACKAGE / name / "__init__.py").exists() and name]
+    assert places == sorted(places)
+
+
+def test_public_names_are_all_there_is_to_see() -> None:
+    assert dir(ql) == sorted(ql.__all__)
+    assert all(getattr(ql, name) is not None for name in ql.__all__)
+
+
 def test_version_is_the_installed_one() -> None:
     assert ql.__version__ == importlib.metadata.version("qlangevin")
 
