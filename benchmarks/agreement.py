@@ -145,7 +145,7 @@ def run(quant: ModuleType, quick: bool) -> list[Agreement]:
         elif isinstance(format, Float):
             x = numbers(2.0**format.min_gap_exponent, count, i)
             out.append(tally(name, x, compare_float(quant, format, x)))
-        else:
+        elif isinstance(format, BlockFloat):
             x = rows(format, count // 500, i)
             out.append(tally(name, x, compare_block(quant, format, x)))
     return out

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, cast
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
-
-from .quantization import operators
-from .quantization.formats import BlockFloat
 
 __all__ = ["check_shard", "first_anywhere", "local", "shard_of"]
 
@@ -40,14 +37,20 @@ def first_anywhere(index: int, tensors: Sequence[Tensor]) -> int:
     return int(found) if int(found) < len(tensors) else -1
 
 
-def check_shard(t: Tensor, format: str | None) -> None:
-    """Refuse a shard that ends in the middle of a block: nobody would know the block's exponent."""
-    parsed = operators.parse(format) if format else None
-    if not isinstance(parsed, BlockFloat) or not shard_of(t):
+class Cuttable(Protocol):
+    """The one question that a format has to answer here."""
+
+    def cuts_blocks(self, shape: torch.Size, dims: Iterable[int | None], /) -> bool:
+        """Return True if cutting a tensor along these dims can cut through a block."""
+
+
+def check_shard(t: Tensor, format: Cuttable) -> None:
+    """Raise ValueError if a shard ends in the middle of a block, whose exponent no process would know."""
+    if not shard_of(t):
         return
-    by_rows = all(p.is_replicate() or getattr(p, "dim", None) == 0 for p in cast(Any, t).placements)
-    if parsed.block == "tensor" or t.dim() < 2 or not by_rows:
+    cut = [getattr(placement, "dim", None) for placement in cast(Any, t).placements if not placement.is_replicate()]
+    if format.cuts_blocks(t.shape, cut):
         raise ValueError(
-            f"its shards cut through blocks of {parsed}; qlangevin.distributed.shard(model, weights={str(parsed)!r}) leaves "
+            f"its shards cut through blocks of {format}; qlangevin.distributed.shard(model, weights={str(format)!r}) leaves "
             "vectors whole, and the blocks of a matrix must be rows ('bfp8') or parts of them ('bfp8/32')"
         )

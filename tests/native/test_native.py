@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from qlangevin import Key, corrected, encode, native, parse, quantize
-from qlangevin.quantization import rounding
+from qlangevin.quantization import laws
 from qlangevin.quantization.operators import Rounding
 from qlangevin.sampling.step import Update, update, update_codes_
 from tests.helpers.strategies import NAMES
@@ -126,7 +126,7 @@ def test_stochastic_rounding_in_the_kernels_arrangement(y: float) -> None:
     )
     u = (cells.clamp(0, 2**23 - 1) + 0.5) * 2.0**-23
     zero, t, above = torch.zeros(()), ys.trunc(), (ys >= 0).float()
-    expected = rounding.settle(ys.expand_as(u), zero, torch.zeros((), dtype=torch.bool), u, zero)
+    expected = laws.settle(ys.expand_as(u), zero, torch.zeros((), dtype=torch.bool), u, zero)
     assert torch.equal((t - 1) + above + (u >= above - (ys - t)).float(), expected)
 
 

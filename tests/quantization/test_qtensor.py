@@ -376,7 +376,7 @@ def forbid(*_: Any) -> Any:
 def test_copying_within_a_format_copies_codes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     target, source = coded(name, 4, 6), coded(name, 4, 6, seed=1)
     with monkeypatch.context() as m:
-        m.setattr(QTensor, "decode_whole", forbid)
+        m.setattr(QTensor, "decode_base", forbid)
         m.setattr(QTensor, "overwrite", forbid)
         assert target.copy_(source) is target
     assert torch.equal(target.codes, source.codes)
@@ -705,14 +705,14 @@ def test_inference_mode_is_a_mode_like_others() -> None:
 @pytest.mark.parametrize("name", KINDS)
 def test_embedding_decodes_only_the_rows_asked_for(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     tables = [coded(name, rows, 5) for rows in (1, 2, 7)]
-    fulls, recode, decoded = [q.decode() for q in tables], native.recode, []
+    fulls, decode, sizes = [q.decode() for q in tables], native.decode, []
 
     def counted(values: Tensor, *rest: Any, **how: Any) -> None:
-        decoded.append(values.numel())
-        recode(values, *rest, **how)
+        sizes.append(values.numel())
+        decode(values, *rest, **how)
 
-    monkeypatch.setattr(native, "recode", counted)
-    monkeypatch.setattr(QTensor, "decode_whole", forbid)
+    monkeypatch.setattr(native, "decode", counted)
+    monkeypatch.setattr(QTensor, "decode_base", forbid)
     for q, full in zip(tables, fulls, strict=True):
         last = len(q) - 1
         for indices in (
@@ -722,10 +722,10 @@ def test_embedding_decodes_only_the_rows_asked_for(name: str, monkeypatch: pytes
             torch.empty(2, 0, dtype=torch.int64),
         ):
             for path in (native.disabled, torch.enable_grad):
-                decoded.clear()
+                sizes.clear()
                 with path():
                     found = F.embedding(indices, q)
-                    assert decoded == ([5 * indices.numel()] if native.enabled_for(full) else [])
+                    assert sizes == ([5 * indices.numel()] if native.enabled_for(full) else [])
                 assert torch.equal(found, F.embedding(indices, full))
 
 
@@ -752,7 +752,7 @@ def test_embedding_has_no_rows_beyond_its_ends(index: int) -> None:
 
 def test_numbers_are_decoded_where_the_codes_are(monkeypatch: pytest.MonkeyPatch) -> None:
     # The kernels write to an address: on another default device it would be that of nothing. They are not called here.
-    monkeypatch.setattr(native, "recode", lambda *_, **__: None)
+    monkeypatch.setattr(native, "decode", lambda *_, **__: None)
     q = coded("bfp8", 4, 6)
     with torch.device("meta"):
         assert q.decode().device == q.codes.device

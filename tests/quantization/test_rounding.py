@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from qlangevin import BlockFloat, FixedPoint, Float, Format, Key, corrected, parse, quantize
-from qlangevin.quantization import rounding
+from qlangevin.quantization import laws, rounding
 from qlangevin.quantization.operators import Algorithm
 from tests.helpers.strategies import NAMES, formats
 
@@ -39,7 +39,7 @@ def moments(r: Tensor, p_down: Tensor, p_up: Tensor, below: float, above: float)
 def test_three_outcomes_have_the_mean_and_variance_asked_for(below: float, above: float) -> None:
     r = torch.linspace(-0.5, 0.5, 1001, dtype=torch.float64).view(-1, 1)
     s = torch.linspace(0, 2.5, 501, dtype=torch.float64).view(1, -1).expand(1001, 501)
-    p_down, p_up = rounding.outcomes(r, s, below, above)
+    p_down, p_up = laws.outcomes(r, s, below, above)
     assert ((p_down >= 0) & (p_up >= 0) & (p_down + p_up <= 1 + 1e-12)).all()
     mean, variance = moments(r, p_down, p_up, below, above)
     assert torch.allclose(mean, r.expand_as(mean), rtol=0, atol=1e-12)
@@ -51,7 +51,7 @@ def test_three_outcomes_have_the_mean_and_variance_asked_for(below: float, above
 def test_three_outcomes_are_the_papers_categorical() -> None:
     # Cat(|r|, v_0) of Algorithm 2, first case: the same probabilities as ours at s = v_0 = 1/4.
     r = torch.linspace(0, 0.5, 1001, dtype=torch.float64)
-    p_down, p_up = rounding.outcomes(r, torch.full_like(r, 0.25))
+    p_down, p_up = laws.outcomes(r, torch.full_like(r, 0.25))
     assert torch.allclose(p_up, (0.25 + r * r + r) / 2, rtol=0, atol=1e-15)
     assert torch.allclose(p_down, (0.25 + r * r - r) / 2, rtol=0, atol=1e-15)
 
@@ -133,7 +133,7 @@ def test_nearest_is_nearest_and_stochastic_is_next_to_it(f: Format, seed: int, m
 
 def test_halves_round_away_from_zero() -> None:
     x = torch.tensor([0.5, -0.5, 1.5, 2.5, -2.5, 0.49999997, 8388607.5])
-    assert rounding.nearest_integer(x).tolist() == [1, -1, 2, 3, -3, 0, 8388608]
+    assert laws.nearest_integer(x).tolist() == [1, -1, 2, 3, -3, 0, 8388608]
     assert quantize(torch.tensor([0.0625, -0.1875]), "fixed8.3").tolist() == [0.125, -0.25]
     assert quantize(torch.tensor([1.0625]), "e4m3").tolist() == [1.125]
 

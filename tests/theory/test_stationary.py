@@ -154,7 +154,7 @@ def test_wasserstein_distance() -> None:
         ({"stepsize": 0.0}, "stepsize must be .* got 0.0"),
         ({"stepsize": math.nan}, "stepsize must be .* got nan"),
         ({"temperature": -1.0}, "temperature must be .* got -1.0"),
-        ({"method": "exact"}, "method must be one of corrected, stochastic, nearest, got 'exact'"),
+        ({"method": "exact"}, "method must be one of 'corrected', 'stochastic', 'nearest', got 'exact'"),
         ({"format": "bfp8"}, "fixed or floating point.* got bfp8"),
         ({"format": "bf16"}, "at most 5000 numbers, bf16 has"),
         ({"format": "fixed13.3"}, "at most 5000 numbers.* use at most 12 bits"),

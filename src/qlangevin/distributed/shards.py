@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from .. import lowering
 from .._select import Choice, select_modules
-from ..quantization.formats import BlockFloat, Format, check_holds, parse
+from ..quantization.formats import Format, check_holds, parse
 from ..quantization.qtensor import QTensor
 from ..sampling.packing import check_owners, replace_parameters
 
@@ -53,9 +53,9 @@ class QShard(QTensor):
 
     def lines(self) -> list[Tensor]:
         """Codes, and exponents if there are any, as matrices with a line for each row."""
-        rows, row = self.whole[0], torch.Size((1, *self.full[1:]))
+        rows, row = self.base_shape[0], torch.Size((1, *self.full[1:]))
         lines = [self.codes.view(rows, row.numel() if self.format.storage_bits > 4 else row.numel() // 2)]
-        if self.exponents is not None and isinstance(self.format, BlockFloat):
+        if self.exponents is not None:
             lines.append(self.exponents.view(rows, self.format.block_count(row)))
         return lines
 
@@ -66,7 +66,7 @@ class QShard(QTensor):
 
     def padded(self, ranks: int) -> list[Tensor]:
         """`lines`, as many as the process with most of them has."""
-        missing = -(-self.full[0] // ranks) - self.whole[0]
+        missing = -(-self.full[0] // ranks) - self.base_shape[0]
         return [nn.functional.pad(t, (0, 0, 0, missing)) if missing else t for t in self.lines()]
 
     def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor, ...], None]:
@@ -107,16 +107,16 @@ def _shaped(codes: Tensor, format: Format, shape: torch.Size) -> Tensor:
 
 
 def _alias(q: QTensor) -> QShard:
-    return QShard.over(q.codes, q.exponents, q, q.whole[0])
+    return QShard.over(q.codes, q.exponents, q, q.base_shape[0])
 
 
 def _split(q: QShard, size: int, dim: int = 0) -> Any:
-    rows = q.whole[0]
+    rows = q.base_shape[0]
     return [q.cut(at, min(at + size, rows)) for at in range(0, rows, size)] if dim == 0 and size else NotImplemented
 
 
 def _slice(q: QShard, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Any:
-    start, stop, _ = slice(start, end).indices(q.whole[0])
+    start, stop, _ = slice(start, end).indices(q.base_shape[0])
     return q.cut(start, max(start, stop)) if dim == 0 and step == 1 else NotImplemented
 
 
@@ -188,7 +188,7 @@ def place(mesh: Any) -> int:
 def _stays_whole(name: str, p: Tensor, weights: Format | None) -> bool:
     """Whether every process keeps all of a parameter, because its rows cannot be told apart; it must be a small one."""
     format = p.format if isinstance(p, QTensor) else weights if p.requires_grad else None
-    if isinstance(format, BlockFloat) and (p.dim() < 2 or format.block == "tensor"):
+    if format is not None and format.cuts_blocks(p.shape, (0,)):
         why = "all of it is one block"
     elif isinstance(p, QTensor) and p.format.storage_bits <= 4 and p.shape[1:].numel() % 2:
         why = "two codes share a byte, and a row has an odd number of them"

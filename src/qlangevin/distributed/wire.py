@@ -26,8 +26,8 @@ from torch.optim import Optimizer
 
 from .. import native
 from ..quantization import operators, random
-from ..quantization.codes import DTYPES, empty_codes, encode_op, values_of
-from ..quantization.formats import FP32, BlockFloat, Format, parse
+from ..quantization.codes import decode_values, empty_codes, encode_op
+from ..quantization.formats import FP32, Format, parse
 from ..sampling.sgld import first_not_finite
 from ..sampling.step import parameter_key
 from .ranks import lost
@@ -41,7 +41,7 @@ OWNERS, PASSES = 1 << 32, 2 << 32  # of those who add up, of further passes
 def check_carried(format: str | Format) -> Format:
     """The format, if gradients can travel in it: one that can be cut anywhere between groups."""
     parsed = parse(format)
-    if parsed != FP32 and not (isinstance(parsed, BlockFloat) and isinstance(parsed.block, int)):
+    if parsed != FP32 and not (parsed.has_exponents and parsed.group_size):
         raise ValueError(
             f"gradients travel in block floating point with groups of a given size, such as bfp8/64, or in fp32, not in {parsed}"
         )
@@ -83,12 +83,11 @@ class Wire:
 
     def blocks(self, count: int) -> int:
         """How many groups of elements there are: what can be cut apart."""
-        group = self.format.block if isinstance(self.format, BlockFloat) else 1
-        return -(-count // cast(int, group))
+        return -(-count // cast(int, self.format.group_size))
 
     def shard(self, count: int, owner: int) -> slice:
         """Which elements of a gradient are one rank's to add up: whole groups."""
-        group, blocks = cast(int, getattr(self.format, "block", 1)), self.blocks(count)
+        group, blocks = cast(int, self.format.group_size), self.blocks(count)
         ends = (min((owner + i) * blocks // self.size * group, count) for i in range(2))
         return slice(*ends)
 
@@ -107,7 +106,7 @@ class Wire:
             return g.view(torch.uint8), g.new_empty(0, dtype=torch.uint8)
         if native.enabled_for(g):  # one pass instead of three
             codes, exponents = empty_codes(g, self.format)
-            native.run_coded(g, self.format, "stochastic", key, random.GRADIENT, (codes, exponents))
+            native.quantize_with_codes(g, self.format, "stochastic", key, random.GRADIENT, (codes, exponents))
         else:
             q = operators.quantize_op(g, str(self.format), "stochastic", *operators.key_bits(key), random.GRADIENT)
             codes, exponents = encode_op(q, str(self.format))
@@ -117,8 +116,8 @@ class Wire:
         """A flat gradient from its bytes."""
         if self.format == FP32:
             return codes.clone().view(torch.float32)
-        codes = codes.clone().view(DTYPES[self.format.storage_bits])  # a copy begins where a number may
-        return values_of(codes, exponents.view(torch.int8), self.format)
+        codes = codes.clone().view(self.format.code_dtype)  # a copy begins where a number may
+        return decode_values(codes, exponents.view(torch.int8), self.format)
 
     @property
     def width(self) -> int:

@@ -82,7 +82,7 @@ class Settings:
             check_integer("frac", frac, 0)
         for format, _ in self.cases:
             theory.grid(format)
-            if not isinstance(parse(format), FixedPoint):
+            if parse(format).step is None:
                 raise ValueError(
                     f"format must be fixed point, such as fixed8.3, for the gap to be a constant, got {format}"
                 )

@@ -14,7 +14,7 @@ from torch.optim.optimizer import Optimizer
 
 from .._validate import check_fraction, check_integer, check_number
 from ..distributed.wire import check_carried
-from ..quantization.formats import BlockFloat, parse
+from ..quantization.formats import parse
 from ..quantization.random import Key
 from ..sampling.schedules import ConstantLR, CyclicalLR, LinearDecayLR, Schedule, StepDecayLR
 from .data.datasets import Data, Name
@@ -121,7 +121,7 @@ class Experiment(ABC):
         if self.low is None or self.activations == "full":
             return None
         if self.activations == "auto":
-            return self.low if isinstance(parse(self.low), BlockFloat) else None
+            return self.low if parse(self.low).has_exponents else None
         return self.low if self.activations == "same" else self.activations
 
     @abstractmethod

@@ -28,7 +28,7 @@ from torch.distributions import Normal
 from .. import theory
 from ..distributed.ranks import ALONE, Ranks, agree, gather
 from ..quantization import random
-from ..quantization.formats import FP32, FixedPoint, Format, parse
+from ..quantization.formats import FP32, Format, parse
 from ..quantization.operators import corrected, quantize
 from ..quantization.random import Key
 
@@ -235,7 +235,7 @@ def accumulator_variance(format: Format | str, alpha: float) -> float | None:
     spread evenly over a gap. Range and gap must be such that neither clipping nor that last term counts; else None.
     """
     format = parse(format)
-    if not (isinstance(format, FixedPoint) and format.high > 8 and format.step <= 0.5):
+    if format.step is None or format.high <= 8 or format.step > 0.5:
         return None
     return (2 + alpha * format.step**2 / 6) / (2 - alpha)
 

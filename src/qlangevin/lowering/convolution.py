@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import conv
 
-from ..quantization.qtensor import QTensor
+from ..quantization.qtensor import QTensor, decoded
 
 __all__ = ["CONVOLUTIONS", "convolve"]
 
@@ -33,16 +33,12 @@ def convolve(module: conv._ConvNd, x: Tensor) -> Tensor | None:
     return cast(Tensor, function.apply(x, module.weight, module.bias, how))
 
 
-def _plain(weight: Tensor) -> Tensor:
-    return weight.decode() if isinstance(weight, QTensor) else weight
-
-
 class Convolution(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, how: tuple[Any, ...]) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.how, ctx.bias_shape = how, None if bias is None else list(bias.shape)
-        return torch.convolution(x, _plain(weight), None if bias is None else _plain(bias), *how)
+        return torch.convolution(x, decoded(weight), None if bias is None else decoded(bias), *how)
 
     @staticmethod
     def backward(ctx: Any, e: Tensor) -> tuple[Any, ...]:
@@ -53,7 +49,7 @@ class Convolution(torch.autograd.Function):
         )
         if e.requires_grad:  # the derivative of a derivative is wanted
             wanted = [input_wanted, weight_wanted, bias_wanted]
-            return (*backward(e, x, _plain(weight), ctx.bias_shape, *ctx.how, wanted), None)
+            return (*backward(e, x, decoded(weight), ctx.bias_shape, *ctx.how, wanted), None)
         blank = torch.empty_like(x)  # only its shape counts: memory nobody writes to is not there
         error = of_weight = of_bias = None
         if weight_wanted or bias_wanted:
@@ -62,5 +58,5 @@ class Convolution(torch.autograd.Function):
             _, of_weight, of_bias = backward(e, x, shape, ctx.bias_shape, *ctx.how, wanted)
         del x
         if input_wanted:
-            error, _, _ = backward(e, blank, _plain(weight), None, *ctx.how, [True, False, False])
+            error, _, _ = backward(e, blank, decoded(weight), None, *ctx.how, [True, False, False])
         return error, of_weight, of_bias, None

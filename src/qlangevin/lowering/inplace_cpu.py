@@ -10,7 +10,6 @@ A tensor rounded here is marked with its format and version: numbers that are on
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple, cast
 
@@ -21,7 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from .. import native
 from ..quantization import operators, random
-from ..quantization.formats import BlockFloat, Format
+from ..quantization.formats import Format, parse
 from ..quantization.random import Key
 from .saved_tensors import Codes, Maker, SavedAsCodes, in_order, memory_order
 
@@ -78,16 +77,13 @@ def block_order(x: Tensor, format: Format) -> tuple[int, ...] | None:
     Channels-last activations are worked on in the order of their memory, which is also that of their random numbers.
     """
     order = memory_order(x)
-    block = format.block if isinstance(format, BlockFloat) else "tensor"
-    if not order or block == "tensor":
-        return order
-    return order if (order[0] == 0 if block == "row" else order[-1] == x.dim() - 1) else None
+    return order if not order or format.keeps_blocks(order) else None
 
 
 def in_place(x: Tensor, step: Step, saving: SavedAsCodes | None, maker: Maker) -> None:
     """Q_A(x) where x was; with its codes, if those were asked for the last time."""
     assert step.activations is not None
-    format, codes = operators.parse(step.activations), None
+    format, codes = parse(step.activations), None
     order = block_order(x, format)
     if saving is not None and saving.format == format and order is not None:
         codes = saving.room(x, order) if maker.saved else None
@@ -97,7 +93,7 @@ def in_place(x: Tensor, step: Step, saving: SavedAsCodes | None, maker: Maker) -
         torch.autograd.graph.increment_version(x)
         return
     flat, parts = in_order(x, order), (codes.codes, codes.exponents)
-    coded = native.run_coded(flat, format, step.rounding, step.key, random.ACTIVATION, parts)
+    coded = native.quantize_with_codes(flat, format, step.rounding, step.key, random.ACTIVATION, parts)
     torch.autograd.graph.increment_version(x)
     if coded:
         saving.known[saving.place(x)] = codes
@@ -107,14 +103,14 @@ def rounded(
     x: Tensor, format: str, step: Step, purpose: int, in_place: bool = False, positive: Tensor | None = None
 ) -> Tensor:
     """x on a grid, in the order of its memory; zero where ``positive``, 8-bit codes in the same order, is not."""
-    order = block_order(x, operators.parse(format))
+    order = block_order(x, parse(format))
     if order is None:
         y = operators.quantize_op(x, format, step.rounding, *operators.key_bits(step.key), purpose)
         return (x if in_place else torch.empty_like(x)).copy_(y)
     out = x if in_place else torch.empty_like(x)
     flat, target = in_order(x, order), in_order(out, order)
     if native.enabled_for(x) and x.dtype == torch.float32:
-        native.run(flat, operators.parse(format), step.rounding, step.key, purpose, out=target, positive=positive)
+        native.quantize(flat, parse(format), step.rounding, step.key, purpose, out=target, positive=positive)
     else:
         target.copy_(operators.quantize_op(flat, format, step.rounding, *operators.key_bits(step.key), purpose))
     return out
@@ -203,7 +199,7 @@ def _rectified(x: Tensor, y: Tensor, saving: SavedAsCodes) -> Codes | None:
     if codes is None or order is None:
         return None
     parts = (codes.codes, codes.exponents)
-    return codes if native.rectify(in_order(x, order), in_order(y, order), *parts, saving.format) else None
+    return codes if native.relu_with_codes(in_order(x, order), in_order(y, order), *parts, saving.format) else None
 
 
 def _apply(function: Any, *arguments: Any) -> Tensor:
@@ -304,12 +300,8 @@ def _lower_many(info: Any, dims: tuple[Any, ...], x: Tensor, *rest: Any) -> tupl
     many = x.movedim(dims[0], 0)
     if rounding != "nearest" or activations is None:  # one after the other, with the same random bits
         return torch.stack([lower_op(one, *rest) for one in many.unbind(0)]), 0
-    format, shape = operators.parse(activations), many.shape
-    if isinstance(format, BlockFloat) and format.block_count(shape[1:]) <= 1:
-        many, format = many.reshape(shape[0], -1), replace(format, block="row")
-    elif isinstance(format, BlockFloat) and format.block == "row":
-        many = many.flatten(0, 1)
-    return lower_op(many, str(format), *rest[1:]).reshape(shape), 0
+    format, shape = parse(activations).stacked(many.shape)
+    return lower_op(many.reshape(shape), str(format), *rest[1:]).reshape(many.shape), 0
 
 
 torch.library.register_vmap("qlangevin::lower", _lower_many, lib=operators._library)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ..quantization.codes import empty_codes, encode_exactly, values_of
+from ..quantization.codes import decode_values, empty_codes, encode_exactly
 from ..quantization.formats import Format
 
 __all__ = ["Codes", "SavedAsCodes", "in_order", "memory_order"]
@@ -48,7 +48,7 @@ class Codes(NamedTuple):
         return self.format, self.order
 
     def decode(self) -> Tensor:
-        values = values_of(self.codes, self.exponents, self.format)
+        values = decode_values(self.codes, self.exponents, self.format)
         return values.permute(sorted(range(len(self.order)), key=self.order.__getitem__)) if self.order else values
 
 

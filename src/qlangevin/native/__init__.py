@@ -1,23 +1,27 @@
-"""The same operations as fused C++ kernels for the CPU, bit for bit what `rounding` and `random` compute.
+"""The operations of `quantization` as fused C++ kernels for the CPU, bit for bit what `rounding` and `random` compute.
 
-`available` says whether the kernels were compiled; without them everything runs on the PyTorch path. `disabled()` turns
-them off for a while, which is how the two paths are compared. float64 tensors always take the PyTorch path: the kernels
-compute in float32.
+`available` tells if the kernels were compiled; without them everything runs on the PyTorch path. `disabled()` turns them off
+within a context, which is how the two paths are compared. float64 tensors always take the PyTorch path: the kernels compute
+in float32.
+
+This module is the CPU's backend (see `quantization.backend`). It checks tensors, since the kernels see addresses only.
 """
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import lru_cache, partial
-from typing import NamedTuple
+from functools import lru_cache
+from typing import NamedTuple, cast, get_args
 
 import torch
 from torch import Tensor
 
-from ..quantization import operators, random, rounding
-from ..quantization.formats import FP32, BlockFloat, FixedPoint, Format
+from ..quantization import backend
+from ..quantization.formats import FP32, Format, KernelGrid
+from ..quantization.operators import Rounding
 from ..quantization.random import Key
 
 try:
@@ -28,8 +32,7 @@ except ImportError:
 __all__ = ["available", "disabled", "level", "levels", "use_level"]
 
 available: bool = kernels is not None
-_enabled = available
-_ROUNDINGS = {"nearest": 0, "stochastic": 1, "corrected": 2}
+_ROUNDINGS = {name: number for number, name in enumerate(get_args(Rounding))}
 
 if not available:
     warnings.warn(
@@ -41,31 +44,28 @@ if not available:
 
 @contextmanager
 def disabled() -> Iterator[None]:
-    """Within this context the PyTorch path does everything."""
-    global _enabled
-    before, _enabled = _enabled, False
+    """Run everything on the PyTorch path within this context."""
+    registered = backend.unregister("cpu")
     try:
         yield
     finally:
-        _enabled = before
+        if registered is not None:
+            backend.register("cpu", registered)
 
 
 def enabled_for(*tensors: Tensor) -> bool:
-    """Whether the kernels are on and can compute with these tensors: on the CPU, not float64."""
-    if _enabled:
-        for t in tensors:
-            if not t.is_cpu or t.dtype == torch.float64:
-                return False
-    return _enabled
+    """Return True if the kernels are on and can compute with these tensors: on the CPU, not float64."""
+    kernels_of_all = backend.kernels_for(*tensors)
+    return kernels_of_all is not None and kernels_of_all is _this_module
 
 
 def levels() -> list[str]:
-    """The instruction sets the kernels were compiled for that this machine has, best last."""
+    """Return the instruction sets that the kernels were compiled for and this machine has, best last."""
     return list(kernels.levels()) if available else []
 
 
 def level() -> str:
-    """The instruction set in use."""
+    """Return the instruction set in use."""
     return str(kernels.level()) if available else "none"
 
 
@@ -78,99 +78,97 @@ def use_level(name: str) -> None:
 
 @lru_cache(maxsize=4096)
 def grid(format: Format | None, shape: torch.Size) -> kernels.Grid:
-    """A format as the numbers the kernels take, for tensors of one shape."""
-    if format is None or format == FP32:
-        return kernels.Grid(0, 0, 0, 0, 0.0, 0.0, 0.0, 1, 1)
-    if isinstance(format, FixedPoint):
-        return kernels.Grid(1, 0, -format.frac, -format.frac, 0.0, format.low, format.high, 1, 1)
-    if isinstance(format, BlockFloat):
-        kind, shift, layout = 2, format.bits - 2, format.layout(shape)
-    else:
-        kind, shift, layout = 3, format.man, (1, 1)
-    limits = (format.min_gap_exponent, format.max_gap_exponent)
-    return kernels.Grid(kind, shift, *limits, format.top, format.low, format.high, *layout)
+    """Return the grid of a format, for tensors of one shape, as the kernels take it."""
+    return kernels.Grid(**(KernelGrid() if format is None else format.kernel_grid(shape))._asdict())
 
 
-def _quantize_values(x: Tensor, format: Format, rounding_: str, key: Key, purpose: int) -> Tensor:
-    compute = run if enabled_for(x) else rounding.quantize_values
-    return compute(x, format, rounding_, key, purpose)
-
-
-def _corrected_values(mu: Tensor, v: Tensor, format: Format, algorithm: str, key: Key) -> Tensor:
-    if algorithm == "paper" or not enabled_for(mu):
-        return rounding.corrected_values(mu, v, format, algorithm, key)
-    return run(mu, format, "corrected", key, random.ROUNDING, v)
-
-
-def run(
+def quantize(
     x: Tensor, format: Format, rounding_: str, key: Key, purpose: int, variance: Tensor | None = None,
     out: Tensor | None = None, positive: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """One call of the quantize kernel on a contiguous float32 tensor; ``out`` may be x itself.
+    """Return Q(x) of a contiguous float32 tensor, written to ``out`` if given, which may be x itself.
 
     Where ``positive``, int8 codes, is zero or less, the result is zero.
     """
     out = torch.empty_like(x) if out is None else out
-    _require(torch.float32, x.shape, x, out, *([variance] if variance is not None and variance.dim() else []))
-    _require(torch.int8, x.shape, positive)
     scalar = float(variance) if variance is not None and variance.dim() == 0 else 0.0
-    each = variance.data_ptr() if variance is not None and variance.dim() else 0
+    variances = variance if variance is not None and variance.dim() else None
+    _require(torch.float32, x.shape, x, out, variances)
+    _require(torch.int8, x.shape, positive)
     kernels.quantize(
-        x.data_ptr(), out.data_ptr(), x.numel(), grid(format, x.shape), _ROUNDINGS[rounding_],
-        key.seed, key.stream, key.step, purpose, scalar, each, _address(positive), 0, 0, 0, torch.get_num_threads(),
+        x=x.data_ptr(), out=out.data_ptr(), numel=x.numel(), grid=grid(format, x.shape), rounding=_ROUNDINGS[rounding_],
+        seed=key.seed, stream=key.stream, step=key.step, purpose=purpose, variance=scalar, variances=_address(variances),
+        positive=_address(positive), threads=torch.get_num_threads(),
     )  # fmt: skip
     return out
 
 
-def run_coded(x: Tensor, format: Format, rounding_: str, key: Key, purpose: int, codes: tuple[Tensor, Tensor]) -> bool:
-    """The same in place, with codes and exponents of the result; False if it holds a NaN, which has no code."""
-    _require(torch.float32, codes[0].shape, x)
-    where = (x.data_ptr(), x.data_ptr(), x.numel(), grid(format, x.shape), _ROUNDINGS[rounding_])
-    bits = (key.seed, key.stream, key.step, purpose)
-    parts = (codes[0].data_ptr(), codes[1].data_ptr(), codes[0].itemsize)
-    return bool(kernels.quantize(*where, *bits, 0.0, 0, 0, *parts, torch.get_num_threads()))
+def quantize_with_codes(
+    x: Tensor, format: Format, rounding_: str, key: Key, purpose: int, codes: tuple[Tensor, Tensor]
+) -> bool:
+    """Round x in place and write codes and exponents of the result; return False if it holds a NaN, which has no code."""
+    integers, exponents = codes
+    _require(torch.float32, integers.shape, x)
+    address = x.data_ptr()
+    return kernels.quantize(
+        x=address, out=address, numel=x.numel(), grid=grid(format, x.shape), rounding=_ROUNDINGS[rounding_],
+        seed=key.seed, stream=key.stream, step=key.step, purpose=purpose, codes=integers.data_ptr(),
+        exponents=exponents.data_ptr(), code_bytes=integers.itemsize, threads=torch.get_num_threads(),
+    )  # fmt: skip
 
 
 def draw(key: Key, count: int, purpose: int, normal: bool) -> Tensor:
-    """`random.uniform` or `random.normal` from the kernels."""
+    """Return `random.normal` or `random.uniform`, drawn by the kernels."""
     out = torch.empty(count, dtype=torch.float32)
-    bits = (key.seed, key.stream, key.step)
-    kernels.draw(out.data_ptr(), count, normal, *bits, purpose, torch.get_num_threads())
+    kernels.draw(
+        out=out.data_ptr(), numel=count, normal=normal, seed=key.seed, stream=key.stream, step=key.step, purpose=purpose,
+        threads=torch.get_num_threads(),
+    )  # fmt: skip
     return out
 
 
-def recode(values: Tensor, codes: Tensor, exponents: Tensor | None, format: Format, encode: bool) -> None:
-    """Values to codes and exponents, or back: fills the one from the other. All contiguous, one code an element."""
+def encode(values: Tensor, codes: Tensor, exponents: Tensor, format: Format) -> None:
+    """Write codes and exponents of values on the grid. All contiguous, one code an element."""
     if format == FP32:
-        target, origin = (codes.view(torch.float32), values) if encode else (values, codes.view(torch.float32))
-        target.copy_(origin)
+        codes.view(torch.float32).copy_(values)
         return
-    where = (values.data_ptr(), codes.data_ptr(), _address(exponents))
-    threads = torch.get_num_threads()
-    kernels.recode(*where, codes.itemsize, codes.numel(), grid(format, codes.shape), encode, threads)
+    kernels.encode(
+        values=values.data_ptr(), codes=codes.data_ptr(), exponents=exponents.data_ptr(), code_bytes=codes.itemsize,
+        numel=codes.numel(), grid=grid(format, codes.shape), threads=torch.get_num_threads(),
+    )  # fmt: skip
 
 
-def rectify(x: Tensor, out: Tensor, codes: Tensor, exponents: Tensor, format: Format) -> bool:
-    """out = relu(x), for x on the grid, and its codes; False if it holds a NaN. ``out`` may be x itself."""
+def decode(values: Tensor, codes: Tensor, exponents: Tensor | None, format: Format) -> None:
+    """Write the values that codes and exponents stand for. All contiguous, one code an element."""
+    if format == FP32:
+        values.copy_(codes.view(torch.float32))
+        return
+    kernels.decode(
+        values=values.data_ptr(), codes=codes.data_ptr(), exponents=_address(exponents), code_bytes=codes.itemsize,
+        numel=codes.numel(), grid=grid(format, codes.shape), threads=torch.get_num_threads(),
+    )  # fmt: skip
+
+
+def relu_with_codes(x: Tensor, out: Tensor, codes: Tensor, exponents: Tensor, format: Format) -> bool:
+    """Write relu(x) to ``out``, which may be x, and its codes, for x on the grid; return False if it holds a NaN."""
     _require(torch.float32, codes.shape, x, out)
-    where = (x.data_ptr(), out.data_ptr(), codes.data_ptr(), exponents.data_ptr())
-    threads = torch.get_num_threads()
-    return bool(kernels.rectify(*where, codes.itemsize, codes.numel(), grid(format, codes.shape), threads))
+    return kernels.relu_with_codes(
+        x=x.data_ptr(), out=out.data_ptr(), codes=codes.data_ptr(), exponents=exponents.data_ptr(),
+        code_bytes=codes.itemsize, numel=codes.numel(), grid=grid(format, codes.shape), threads=torch.get_num_threads(),
+    )  # fmt: skip
 
 
 def encode_exactly(values: Tensor, codes: Tensor, exponents: Tensor, format: Format) -> bool:
-    """`recode` to codes, of any numbers: whether they decode to the same bits."""
+    """Write codes and exponents of any values; return True if they decode to the same bits."""
     _require(torch.float32, codes.shape, values)
-    where = (values.data_ptr(), codes.data_ptr(), exponents.data_ptr())
-    return bool(
-        kernels.encode_exactly(
-            *where, codes.itemsize, codes.numel(), grid(format, codes.shape), torch.get_num_threads()
-        )
-    )
+    return kernels.encode_exactly(
+        values=values.data_ptr(), codes=codes.data_ptr(), exponents=exponents.data_ptr(), code_bytes=codes.itemsize,
+        numel=codes.numel(), grid=grid(format, codes.shape), threads=torch.get_num_threads(),
+    )  # fmt: skip
 
 
 def first_not_finite(tensors: list[Tensor]) -> int:
-    """The index of the first of these contiguous float32 tensors that holds an infinity or a NaN, or -1."""
+    """Return the index of the first of these contiguous float32 tensors that holds an infinity or a NaN, or -1."""
     addresses, numels = [t.data_ptr() for t in tensors], [t.numel() for t in tensors]
     return int(kernels.first_not_finite(addresses, numels, torch.get_num_threads()))
 
@@ -209,7 +207,7 @@ def sgld(
 
 
 def _require(dtype: torch.dtype, shape: torch.Size, *tensors: Tensor | None) -> None:
-    """The kernels see addresses only: what they would misread stops here."""
+    """Raise ValueError for a tensor that the kernels, which see its address only, would misread."""
     for t in tensors:
         if t is not None and (t.dtype != dtype or t.shape != shape or not t.is_contiguous() or t.device.type != "cpu"):
             raise ValueError(
@@ -222,6 +220,6 @@ def _address(tensor: Tensor | None) -> int:
     return tensor.data_ptr() if tensor is not None else 0
 
 
+_this_module = cast(backend.Kernels, sys.modules[__name__])
 if available:
-    operators.on_cpu("quantize", partial(operators.quantize_by, _quantize_values))
-    operators.on_cpu("corrected", partial(operators.corrected_by, _corrected_values))
+    backend.register("cpu", _this_module)

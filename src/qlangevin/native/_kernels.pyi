@@ -1,8 +1,13 @@
-"""The compiled module: tensors come as addresses. `native/__init__.py` is what calls it."""
+"""The compiled module: tensors come as addresses, 0 for none. `native/__init__.py` is its only caller."""
+
+PURPOSES: dict[str, int]
+ROUNDINGS: dict[str, int]
+GRID_KINDS: dict[str, int]
 
 class Grid:
     def __init__(
         self,
+        *,
         kind: int,
         shift: int,
         min_gap: int,
@@ -12,13 +17,13 @@ class Grid:
         high: float,
         line: int,
         size: int,
-        /,
     ) -> None: ...
 
 def levels() -> list[str]: ...
 def level() -> str: ...
 def use_level(name: str, /) -> None: ...
 def quantize(
+    *,
     x: int,
     out: int,
     numel: int,
@@ -28,14 +33,13 @@ def quantize(
     stream: int,
     step: int,
     purpose: int,
-    variance: float,
-    variances: int,
-    positive: int,
-    codes: int,
-    exponents: int,
-    bytes: int,
+    variance: float = 0.0,
+    variances: int = 0,
+    positive: int = 0,
+    codes: int = 0,
+    exponents: int = 0,
+    code_bytes: int = 0,
     threads: int,
-    /,
 ) -> bool: ...
 def sgld(
     tensors: list[tuple[int, int, int, int, int, int, int, Grid, Grid, Grid, int, int]],
@@ -48,16 +52,19 @@ def sgld(
     threads: int,
     /,
 ) -> None: ...
-def recode(
-    values: int, codes: int, exponents: int, bytes: int, numel: int, grid: Grid, encode: bool, threads: int, /
+def encode(
+    *, values: int, codes: int, exponents: int, code_bytes: int, numel: int, grid: Grid, threads: int
 ) -> None: ...
-def rectify(
-    x: int, values: int, codes: int, exponents: int, bytes: int, numel: int, grid: Grid, threads: int, /
+def decode(
+    *, values: int, codes: int, exponents: int, code_bytes: int, numel: int, grid: Grid, threads: int
+) -> None: ...
+def relu_with_codes(
+    *, x: int, out: int, codes: int, exponents: int, code_bytes: int, numel: int, grid: Grid, threads: int
 ) -> bool: ...
 def encode_exactly(
-    values: int, codes: int, exponents: int, bytes: int, numel: int, grid: Grid, threads: int, /
+    *, values: int, codes: int, exponents: int, code_bytes: int, numel: int, grid: Grid, threads: int
 ) -> bool: ...
 def draw(
-    out: int, numel: int, normal: bool, seed: int, stream: int, step: int, purpose: int, threads: int, /
+    *, out: int, numel: int, normal: bool, seed: int, stream: int, step: int, purpose: int, threads: int
 ) -> None: ...
 def first_not_finite(addresses: list[int], numels: list[int], threads: int, /) -> int: ...

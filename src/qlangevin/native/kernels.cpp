@@ -101,7 +101,7 @@ void step_range(const Step &s, int64_t begin, int64_t end, float *scratch) {
     if (!s.theta) encode_range(recode, begin, end);
 }
 
-bool rectify_range(const float *x, const Recode &r, int64_t begin, int64_t end) {
+bool relu_with_codes_range(const float *x, const Recode &r, int64_t begin, int64_t end) {
     lanes(end - begin, [=, x = x + begin, y = r.values + begin](int64_t i, auto part) {
         const F from = part.load(x + i);
         part.store(y + i, from < 0.0f ? F{} : from);  // a NaN stays one
@@ -130,6 +130,6 @@ bool finite_range(const float *x, int64_t begin, int64_t end) { return largest(x
 namespace qlangevin {
 extern const Kernels QL_NAME(QL_LEVEL);
 const Kernels QL_NAME(QL_LEVEL) = {QL_STRING(QL_LEVEL), quantize_range,       step_range,   encode_range,
-                                   decode_range,        rectify_range,        encode_exactly_range,
+                                   decode_range,        relu_with_codes_range,        encode_exactly_range,
                                    random_range,        finite_range};
 }  // namespace qlangevin

@@ -69,7 +69,7 @@ struct Kernels {
     void (*step)(const Step &, int64_t begin, int64_t end, float *scratch);
     void (*encode)(const Recode &, int64_t begin, int64_t end);
     void (*decode)(const Recode &, int64_t begin, int64_t end);
-    bool (*rectify)(const float *x, const Recode &, int64_t begin, int64_t end);  // values = relu(x); likewise
+    bool (*relu_with_codes)(const float *x, const Recode &, int64_t begin, int64_t end);  // values = relu(x); likewise
     bool (*encode_exactly)(const Recode &, int64_t begin, int64_t end);  // of any numbers: whether the codes stand for them
     void (*random)(const Source &, uint32_t purpose, bool normal, float *out, int64_t begin, int64_t end);
     bool (*finite)(const float *, int64_t begin, int64_t end);

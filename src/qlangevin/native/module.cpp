@@ -1,23 +1,17 @@
-// The Python module: trusts its caller (qlangevin/native/__init__.py checks tensors), splits the work among threads, picks the instruction set.
+// The Python module: picks the instruction set and calls its kernels. It trusts its caller, native/__init__.py, to check tensors.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
-#include <dlfcn.h>
-#include <pthread.h>
-
 #include <algorithm>
 #include <atomic>
-#include <exception>
 #include <memory>
-#include <mutex>
 #include <stdexcept>
 #include <string>
-#include <system_error>
-#include <thread>
 #include <vector>
 
 #include "kernels.h"
+#include "parallel.h"
 
 namespace nb = nanobind;
 using namespace qlangevin;
@@ -60,90 +54,6 @@ void use_level(const std::string &name) {
     throw std::invalid_argument("this machine has no level " + name);
 }
 
-// ---- threads
-
-struct Range {
-    size_t tensor;
-    int64_t begin, end;
-};
-
-constexpr int64_t kPanel = 4096;      // elements a kernel is given at least: what fits the cache near the core
-constexpr int64_t kGrain = 32 * 1024;  // elements worth a thread: starting one costs about what these take
-
-// PyTorch's own threads, if it has brought an OpenMP library along (GNU's, or one that knows GNU's names): they are there
-// already, and between two calls they spin for a while, on processors that threads of ours would have to share with them.
-using Parallel = void (*)(void (*)(void *), void *, unsigned, unsigned);
-Parallel openmp = nullptr;
-
-void find_openmp() {
-    openmp = reinterpret_cast<Parallel>(dlsym(RTLD_DEFAULT, "GOMP_parallel"));
-    pthread_atfork(nullptr, nullptr, [] { openmp = nullptr; });  // its threads do not survive a fork, and it waits for them
-}
-
-// Runs loop() in this thread and in others.
-template <class Loop>
-void in_parallel(int threads, const Loop &loop) {
-    if (openmp) return openmp([](void *each) { (*static_cast<const Loop *>(each))(); }, const_cast<Loop *>(&loop), unsigned(threads), 0);
-    std::vector<std::thread> others;
-    try {
-        for (int t = 1; t < threads; ++t) others.emplace_back([&] { loop(); });
-    } catch (const std::system_error &) {  // no more threads to be had: those there are do the work
-    }
-    loop();
-    for (auto &thread : others) thread.join();
-}
-
-// Cuts tensors into ranges of whole units. Which range a thread takes does not matter: results depend on the index alone.
-class Plan {
-  public:
-    void add(int64_t numel, int64_t unit) {
-        const int64_t length = std::max(unit, (kPanel + unit - 1) / unit * unit);
-        for (int64_t begin = 0; begin < numel; begin += length)
-            ranges_.push_back({tensors_, begin, std::min(numel, begin + length)});
-        total_ += numel;
-        ++tensors_;
-    }
-
-    // work() is called once in each thread and returns what does one range.
-    template <class Work>
-    void run(int threads, const Work &work) const {
-        nb::gil_scoped_release release;
-        const int64_t useful = std::min<int64_t>({threads, int64_t(ranges_.size()), total_ / kGrain + 1});
-        std::atomic<size_t> next{0};
-        std::exception_ptr failure;
-        std::mutex guard;
-        auto loop = [&]() noexcept {
-            try {
-                auto one = work();
-                for (size_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < ranges_.size();) one(ranges_[i]);
-            } catch (...) {  // out of memory, say: the caller's thread is the place to tell
-                const std::lock_guard<std::mutex> lock(guard);
-                failure = std::current_exception();
-            }
-        };
-        if (useful > 1) in_parallel(int(useful), loop);
-        else loop();
-        if (failure) std::rethrow_exception(failure);
-    }
-
-    // Whether test(range) is true for all of them.
-    template <class Test>
-    bool all(int threads, const Test &test) const {
-        std::atomic<bool> good{true};
-        run(threads, [&] {
-            return [&](const Range &r) {
-                if (!test(r)) good = false;
-            };
-        });
-        return good;
-    }
-
-  private:
-    std::vector<Range> ranges_;
-    int64_t total_ = 0;
-    size_t tensors_ = 0;
-};
-
 // Ranges must hold whole lines of every block grid; lines of one tensor divide one another.
 int64_t unit(std::initializer_list<const Grid *> grids) {
     int64_t longest = kTile;
@@ -170,14 +80,22 @@ Source source(uint64_t seed, uint64_t stream, uint64_t step) {
     return {c[0], c[1], uint32_t(step), uint32_t(step >> 32)};
 }
 
-// ---- what Python calls; tensors come as addresses
+// ---- the functions Python calls; tensors come as addresses, 0 for none
 
 bool quantize(uint64_t x, uint64_t out, int64_t numel, const Grid &grid, int rounding, uint64_t seed, uint64_t stream,
               uint64_t step, uint32_t purpose, float variance, uint64_t variances, uint64_t positive, uint64_t codes,
-              uint64_t exponents, int bytes, int threads) {
-    const Quantize job{pointer<const float>(x), pointer<float>(out), grid, source(seed, stream, step), Purpose(purpose),
-                       Rounding(rounding), variance, pointer<const float>(variances), pointer<const int8_t>(positive),
-                       {pointer<void>(codes), pointer<int8_t>(exponents), bytes}};
+              uint64_t exponents, int code_bytes, int threads) {
+    Quantize job{};
+    job.x = pointer<const float>(x);
+    job.out = pointer<float>(out);
+    job.grid = grid;
+    job.source = source(seed, stream, step);
+    job.purpose = Purpose(purpose);
+    job.rounding = Rounding(rounding);
+    job.variance = variance;
+    job.variances = pointer<const float>(variances);
+    job.positive = pointer<const int8_t>(positive);
+    job.codes = {pointer<void>(codes), pointer<int8_t>(exponents), code_bytes};
     Plan plan;
     plan.add(numel, unit({&grid}));
     return plan.all(threads, [&](const Range &r) { return kernels->quantize(job, r.begin, r.end); });
@@ -208,27 +126,40 @@ void sgld(const nb::list &tensors, uint64_t seed, int rounding, float lr, float 
     });
 }
 
-void recode(uint64_t values, uint64_t codes, uint64_t exponents, int bytes, int64_t numel, const Grid &grid, bool encode,
-            int threads) {
-    const Recode job{pointer<float>(values), {pointer<void>(codes), pointer<int8_t>(exponents), bytes}, grid};
-    Plan plan;
-    plan.add(numel, unit({&grid}));
-    const auto kernel = encode ? kernels->encode : kernels->decode;
-    plan.run(threads, [&] { return [&](const Range &r) { kernel(job, r.begin, r.end); }; });
+Recode recode(uint64_t values, uint64_t codes, uint64_t exponents, int code_bytes, const Grid &grid) {
+    return {pointer<float>(values), {pointer<void>(codes), pointer<int8_t>(exponents), code_bytes}, grid};
 }
 
-bool rectify(uint64_t x, uint64_t values, uint64_t codes, uint64_t exponents, int bytes, int64_t numel, const Grid &grid, int threads) {
-    const Recode job{pointer<float>(values), {pointer<void>(codes), pointer<int8_t>(exponents), bytes}, grid};
+void encode(uint64_t values, uint64_t codes, uint64_t exponents, int code_bytes, int64_t numel, const Grid &grid, int threads) {
+    const Recode job = recode(values, codes, exponents, code_bytes, grid);
     Plan plan;
     plan.add(numel, unit({&grid}));
-    return plan.all(threads, [&](const Range &r) { return kernels->rectify(pointer<const float>(x), job, r.begin, r.end); });
+    plan.run(threads, [&] { return [&](const Range &r) { kernels->encode(job, r.begin, r.end); }; });
 }
 
-bool encode_exactly(uint64_t values, uint64_t codes, uint64_t exponents, int bytes, int64_t numel, const Grid &grid, int threads) {
-    const Recode job{pointer<float>(values), {pointer<void>(codes), pointer<int8_t>(exponents), bytes}, grid};
+void decode(uint64_t values, uint64_t codes, uint64_t exponents, int code_bytes, int64_t numel, const Grid &grid, int threads) {
+    const Recode job = recode(values, codes, exponents, code_bytes, grid);
     Plan plan;
     plan.add(numel, unit({&grid}));
-    std::atomic<bool> same{true};  // one that is not is enough
+    plan.run(threads, [&] { return [&](const Range &r) { kernels->decode(job, r.begin, r.end); }; });
+}
+
+bool relu_with_codes(uint64_t x, uint64_t out, uint64_t codes, uint64_t exponents, int code_bytes, int64_t numel,
+                     const Grid &grid, int threads) {
+    const Recode job = recode(out, codes, exponents, code_bytes, grid);
+    Plan plan;
+    plan.add(numel, unit({&grid}));
+    return plan.all(threads, [&](const Range &r) {
+        return kernels->relu_with_codes(pointer<const float>(x), job, r.begin, r.end);
+    });
+}
+
+bool encode_exactly(uint64_t values, uint64_t codes, uint64_t exponents, int code_bytes, int64_t numel, const Grid &grid,
+                    int threads) {
+    const Recode job = recode(values, codes, exponents, code_bytes, grid);
+    Plan plan;
+    plan.add(numel, unit({&grid}));
+    std::atomic<bool> same{true};  // the first difference ends the work
     return plan.all(threads, [&](const Range &r) {
         const bool good = same.load(std::memory_order_relaxed) && kernels->encode_exactly(job, r.begin, r.end);
         if (!good) same = false;
@@ -237,7 +168,7 @@ bool encode_exactly(uint64_t values, uint64_t codes, uint64_t exponents, int byt
 }
 
 void draw(uint64_t out, int64_t numel, bool normal, uint64_t seed, uint64_t stream, uint64_t step, uint32_t purpose,
-            int threads) {
+          int threads) {
     const Source bits = source(seed, stream, step);
     Plan plan;
     plan.add(numel, kTile);
@@ -264,21 +195,49 @@ int64_t first_not_finite(const std::vector<uint64_t> &addresses, const std::vect
 }  // namespace
 
 NB_MODULE(_kernels, m) {
+    using namespace nb::literals;
     find_openmp();
     nb::set_leak_warnings(false);  // Python keeps grids in a cache until it ends
     nb::class_<Grid>(m, "Grid").def(
         "__init__",
         [](Grid *grid, int kind, int shift, int min_gap, int max_gap, float top, float low, float high, int64_t line, int64_t size) {
             new (grid) Grid{kind, shift, min_gap, max_gap, top, low, high, line, size};
-        });
+        },
+        nb::kw_only(), "kind"_a, "shift"_a, "min_gap"_a, "max_gap"_a, "top"_a, "low"_a, "high"_a, "line"_a, "size"_a);
     m.def("levels", &levels);
     m.def("level", [] { return std::string(kernels->name); });
     m.def("use_level", &use_level);
-    m.def("quantize", &quantize);
+    m.def("quantize", &quantize, nb::kw_only(), "x"_a, "out"_a, "numel"_a, "grid"_a, "rounding"_a, "seed"_a, "stream"_a, "step"_a,
+          "purpose"_a, "variance"_a = 0.0f, "variances"_a = 0, "positive"_a = 0, "codes"_a = 0, "exponents"_a = 0,
+          "code_bytes"_a = 0, "threads"_a);
     m.def("sgld", &sgld);
-    m.def("recode", &recode);
-    m.def("rectify", &rectify);
-    m.def("encode_exactly", &encode_exactly);
-    m.def("draw", &draw);
+    m.def("encode", &encode, nb::kw_only(), "values"_a, "codes"_a, "exponents"_a, "code_bytes"_a, "numel"_a, "grid"_a, "threads"_a);
+    m.def("decode", &decode, nb::kw_only(), "values"_a, "codes"_a, "exponents"_a, "code_bytes"_a, "numel"_a, "grid"_a, "threads"_a);
+    m.def("relu_with_codes", &relu_with_codes, nb::kw_only(), "x"_a, "out"_a, "codes"_a, "exponents"_a, "code_bytes"_a, "numel"_a,
+          "grid"_a, "threads"_a);
+    m.def("encode_exactly", &encode_exactly, nb::kw_only(), "values"_a, "codes"_a, "exponents"_a, "code_bytes"_a, "numel"_a,
+          "grid"_a, "threads"_a);
+    m.def("draw", &draw, nb::kw_only(), "out"_a, "numel"_a, "normal"_a, "seed"_a, "stream"_a, "step"_a, "purpose"_a, "threads"_a);
     m.def("first_not_finite", &first_not_finite);
+
+    // Numbers that Python defines too; a test compares them.
+    nb::dict purposes, roundings, kinds;
+    purposes["rounding"] = int(kRounding);
+    purposes["noise"] = int(kNoise);
+    purposes["choice"] = int(kChoice);
+    purposes["gradient"] = int(kGradient);
+    purposes["weight"] = int(kWeight);
+    purposes["leftover"] = int(kLeftover);
+    purposes["activation"] = int(kActivation);
+    purposes["error"] = int(kError);
+    roundings["nearest"] = int(kNearest);
+    roundings["stochastic"] = int(kStochastic);
+    roundings["corrected"] = int(kCorrected);
+    kinds["none"] = int(Grid::kNone);
+    kinds["fixed"] = int(Grid::kFixed);
+    kinds["block"] = int(Grid::kBlock);
+    kinds["float"] = int(Grid::kFloat);
+    m.attr("PURPOSES") = purposes;
+    m.attr("ROUNDINGS") = roundings;
+    m.attr("GRID_KINDS") = kinds;
 }

@@ -1,7 +1,7 @@
 """The quantizers as PyTorch operators: for any device and dtype, opaque to `torch.compile`, straight-through for autograd.
 
-An operator's body is the PyTorch code of `rounding`; `native` registers its kernels for the CPU under the same names.
-Opaque matters: the random generator written out as tensor operations takes a compiler minutes, and fused differently it
+An operator runs the kernels of its tensors' device, if there are any (see `backend`), else the PyTorch code of `rounding`.
+It has to be opaque: the random generator written out as tensor operations takes a compiler minutes, and fused differently it
 would no longer give the same bits.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import lru_cache
 from typing import Any, Literal, TypeAlias, cast
 
 import torch
@@ -17,16 +16,14 @@ from torch import Tensor
 
 from .._validate import check_choice
 from . import formats, random, rounding
-from .formats import Format
+from .backend import kernels_for
+from .formats import Format, parse
 from .random import Key
 
 __all__ = ["Algorithm", "Rounding", "corrected", "quantize"]
 
 Rounding: TypeAlias = Literal["nearest", "stochastic", "corrected"]
 Algorithm: TypeAlias = Literal["exact", "paper"]
-
-parse = lru_cache(maxsize=256)(formats.parse)
-
 
 _library = torch.library.Library("qlangevin", "FRAGMENT")
 
@@ -46,38 +43,35 @@ def operator(name: str, mutates: tuple[str, ...] = ()) -> Callable[[Callable[...
     return register
 
 
-def on_cpu(name: str, body: Callable[..., Any]) -> None:
-    """Give an operator another body for the CPU."""
-    _library.impl(name, body, "CPU")
-
-
 def fake(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Say what an operator returns for tensors that have a shape but no numbers."""
+    """Register the result of an operator for tensors that have a shape but no numbers."""
     return cast(Callable[..., Any], torch.library.register_fake(f"qlangevin::{name}", lib=_library))
 
 
 def signed(x: int) -> int:
-    """A 64-bit pattern as the signed integer operators take."""
+    """Return a 64-bit pattern as the signed integer that operators take."""
     return x - 2**64 if x >= 2**63 else x
 
 
 def key_bits(key: Key) -> tuple[int, int, int]:
-    """A key as operators take it."""
+    """Return a key as the three integers that operators take."""
     if not isinstance(key, Key):
         raise TypeError(f"key must be a Key, such as Key(seed=0), got {type(key).__name__}")
     return signed(key.seed), signed(key.stream), signed(key.step)
 
 
 def key_of(seed: int, stream: int, step: int) -> Key:
+    """Return the key whose `key_bits` these are."""
     return Key(seed % 2**64, stream % 2**64, step % 2**64)
 
 
 def working_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Half precisions are computed in float32, which holds them exactly."""
+    """Return the dtype to compute in: half precisions are computed in float32, which holds them exactly."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def check(x: Tensor, format: str) -> Format:
+    """Return the parsed format; raise if the dtype of x cannot hold its numbers."""
     parsed = parse(format)
     formats.check_holds(x.dtype, parsed)
     return parsed
@@ -85,51 +79,29 @@ def check(x: Tensor, format: str) -> Format:
 
 @operator("quantize")
 def quantize_op(x: Tensor, format: str, rounding_: str, seed: int, stream: int, step: int, purpose: int) -> Tensor:
-    """Q^d or Q^s; see `quantize`."""
-    return quantize_by(rounding.quantize_values, x, format, rounding_, seed, stream, step, purpose)
-
-
-def quantize_by(
-    compute: Callable[..., Tensor],
-    x: Tensor,
-    format: str,
-    rounding_: str,
-    seed: int,
-    stream: int,
-    step: int,
-    purpose: int,
-) -> Tensor:
-    """The body of ``qlangevin::quantize``: ``compute`` does it for contiguous float32 or float64."""
+    """Return Q^d(x) or Q^s(x); see `quantize`."""
     parsed, values = check(x, format), x.contiguous().to(working_dtype(x.dtype))
-    return compute(values, parsed, rounding_, key_of(seed, stream, step), purpose).to(x.dtype)
+    kernels, key = kernels_for(values), key_of(seed, stream, step)
+    if kernels is None:
+        return rounding.quantize_values(values, parsed, rounding_, key, purpose).to(x.dtype)
+    return kernels.quantize(values, parsed, rounding_, key, purpose).to(x.dtype)
 
 
 @operator("corrected")
 def corrected_op(
     mu: Tensor, variance: Tensor, format: str, algorithm: str, seed: int, stream: int, step: int
 ) -> Tensor:
-    """Q^vc; see `corrected`."""
-    return corrected_by(rounding.corrected_values, mu, variance, format, algorithm, seed, stream, step)
-
-
-def corrected_by(
-    compute: Callable[..., Tensor],
-    mu: Tensor,
-    variance: Tensor,
-    format: str,
-    algorithm: str,
-    seed: int,
-    stream: int,
-    step: int,
-) -> Tensor:
-    """The body of ``qlangevin::corrected``, likewise."""
+    """Return Q^vc(μ, v); see `corrected`."""
     parsed, dtype = check(mu, format), working_dtype(mu.dtype)
-    spread = check_variance(variance, mu, dtype)
-    return compute(mu.contiguous().to(dtype), spread, parsed, algorithm, key_of(seed, stream, step)).to(mu.dtype)
+    v, values = check_variance(variance, mu, dtype), mu.contiguous().to(dtype)
+    kernels, key = kernels_for(values), key_of(seed, stream, step)
+    if kernels is None or algorithm == "paper":
+        return rounding.corrected_values(values, v, parsed, algorithm, key).to(mu.dtype)
+    return kernels.quantize(values, parsed, "corrected", key, random.ROUNDING, v).to(mu.dtype)
 
 
 def check_variance(variance: Tensor, mu: Tensor, dtype: torch.dtype) -> Tensor:
-    """The variance as the computation takes it. Reads the tensor, so it belongs inside an operator."""
+    """Return the variance as the computation takes it. Reads the tensor, so it has to be called inside an operator."""
     spread = variance.to(mu.device, dtype)
     spread = spread.expand_as(mu).contiguous() if spread.dim() else spread
     if spread.dim() == 0:
@@ -159,12 +131,12 @@ for _name in ("quantize", "corrected"):  # straight through to the first argumen
 
 
 def quantize(x: Tensor, format: str | Format, rounding: Rounding = "nearest", key: Key | None = None) -> Tensor:
-    """x on the grid of a format, as a tensor of the same shape and dtype. Gradients pass straight through.
+    """Round x to the grid of a format; return a tensor of the same shape and dtype. Gradients pass straight through.
 
     Args:
         x: any floating tensor; infinities saturate, a NaN stays one (and spoils its block).
         format: a format or its name, such as ``"fixed8.3"``, ``"bfp8"``, ``"fp8_e4m3"``.
-        rounding: ``"nearest"`` (Q^d, half away from zero) or ``"stochastic"`` (Q^s, right in the mean).
+        rounding: ``"nearest"`` (Q^d, half away from zero) or ``"stochastic"`` (Q^s, unbiased).
         key: the random bits of stochastic rounding.
     """
     check_choice("rounding", rounding, ("nearest", "stochastic"))
@@ -178,7 +150,7 @@ def quantize(x: Tensor, format: str | Format, rounding: Rounding = "nearest", ke
 def corrected(
     mu: Tensor, variance: float | Tensor, format: str | Format, key: Key, algorithm: Algorithm = "exact"
 ) -> Tensor:
-    """The paper's Q^vc: a random tensor on the grid with mean μ and the given variance, as far as the grid allows.
+    """Draw the paper's Q^vc: a random tensor on the grid with mean μ and the given variance, as far as the grid allows.
 
     Args:
         mu: any floating tensor.

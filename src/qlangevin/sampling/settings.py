@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .._validate import check_choice
 from ..quantization import operators
-from ..quantization.formats import FLOAT32_MAX, FP8_E4M3, FP32, check_holds
+from ..quantization.formats import FLOAT32_MAX, FP8_E4M3, FP32, check_holds, parse
 from ..quantization.operators import Algorithm, Rounding
 from ..quantization.qtensor import QTensor
 from ..quantization.random import Key
@@ -90,9 +90,7 @@ def _names() -> tuple[str, ...]:
 @lru_cache(maxsize=64)  # a sampler that steps in backward asks for each parameter
 def _settings(*values: Any) -> Settings:
     given = dict(zip(_names(), values, strict=True))
-    return Settings(
-        **given | {name: None if given[name] is None else str(operators.parse(given[name])) for name in FORMATS}
-    )
+    return Settings(**given | {name: None if given[name] is None else str(parse(given[name])) for name in FORMATS})
 
 
 def check_parameter(p: Tensor, settings: Settings) -> None:
@@ -108,6 +106,6 @@ def check_parameter(p: Tensor, settings: Settings) -> None:
 
 @lru_cache(maxsize=1024)
 def _check_dtype(dtype: torch.dtype, weights: str | None, accumulator: str | None) -> None:
-    check_holds(dtype, operators.parse(weights) if weights else FP32 if dtype == torch.float32 else FP8_E4M3)
+    check_holds(dtype, parse(weights) if weights else FP32 if dtype == torch.float32 else FP8_E4M3)
     if accumulator:
-        check_holds(operators.working_dtype(dtype), operators.parse(accumulator))
+        check_holds(operators.working_dtype(dtype), parse(accumulator))

@@ -20,7 +20,7 @@ from .._dtensor import check_shard, first_anywhere, local, shard_of
 from ..quantization import operators, random
 from ..quantization.formats import Format, parse
 from ..quantization.operators import Algorithm, Rounding
-from ..quantization.qtensor import QTensor
+from ..quantization.qtensor import QTensor, decoded
 from . import in_backward
 from .settings import FORMATS, Settings, check_parameter
 from .step import Update, parameter_key, quantized, sgld_op, update_codes_
@@ -113,7 +113,7 @@ class SGLD(Optimizer):
         for i, p in enumerate(group["params"]):
             try:
                 check_parameter(local(p), settings)
-                check_shard(p, settings.update().grid(local(p)))
+                check_shard(p, parse(settings.update().grid(local(p)) or "fp32"))
                 if in_backward.taken(p, self):
                     raise ValueError("another sampler steps it in backward; one parameter has one sampler")
             except (TypeError, ValueError) as error:
@@ -276,7 +276,7 @@ def _changed(p: Tensor, state: dict[str, Any], s: Update) -> bool:
 
 
 def _values(p: Tensor) -> Tensor:
-    return p.decode() if isinstance(p, QTensor) else p.detach()  # where no gradients are kept
+    return decoded(p).detach()  # where no gradients are kept
 
 
 def first_not_finite(tensors: list[Tensor]) -> int:

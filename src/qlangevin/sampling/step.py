@@ -21,9 +21,9 @@ from torch import Tensor
 
 from .. import native
 from ..quantization import operators, random
-from ..quantization.formats import BF16, FP16, FP32
+from ..quantization.formats import BF16, FP16, FP32, parse
 from ..quantization.operators import Algorithm, Rounding
-from ..quantization.qtensor import QTensor
+from ..quantization.qtensor import QTensor, decoded
 from ..quantization.random import Key
 
 __all__ = ["Update", "parameter_key", "quantized", "sgld_op", "update", "update_codes_"]
@@ -86,7 +86,7 @@ def quantized(x: Tensor, format: str | None, rounding: str, key: Key, purpose: i
 def update(theta: Tensor, gradient: Tensor, settings: Update, format: str | None, key: Key) -> Tensor:
     """θ', on the grid of ``format`` (None: float64, no grid), as a new float32 or float64 tensor."""
     dtype = operators.working_dtype(theta.dtype)
-    theta = theta.decode() if isinstance(theta, QTensor) else theta
+    theta = decoded(theta)
     theta, gradient = theta.to(dtype), gradient.to(dtype)
     g = quantized(gradient, settings.gradients, "stochastic", key, random.GRADIENT)
     g = -g if settings.maximize else g
@@ -163,5 +163,5 @@ def _step_one(theta: Tensor, accumulator: Tensor | None, gradient: Tensor, s: Up
 
 
 def _run_native(jobs: list[native.Job], s: Update, weights: str | None) -> None:
-    to, gradients, accumulator = (operators.parse(f) if f else None for f in (weights, s.gradients, s.accumulator))
+    to, gradients, accumulator = (parse(f) if f else None for f in (weights, s.gradients, s.accumulator))
     native.sgld(jobs, to, gradients, accumulator, s.rounding, s.lr, s.weight_decay, s.variance, s.maximize)

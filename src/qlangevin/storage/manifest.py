@@ -14,9 +14,7 @@ from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 
-from ..quantization import codes
-from ..quantization.formats import BlockFloat, Format, check_holds
-from ..quantization.operators import parse
+from ..quantization.formats import Format, check_holds, parse
 from .files import DTYPES, DamagedError, Digest, Spec, parse_json
 from .hashing import sha256
 
@@ -47,8 +45,8 @@ class TensorInfo:
             return {name: (NAMES[self.dtype], self.shape)}
         format, count = parse(self.format), math.prod(self.shape)
         shape = (-(-count // 2),) if format.storage_bits == 4 else self.shape
-        specs: dict[str, Spec] = {f"{name}.codes": (codes.DTYPES[format.storage_bits], shape)}
-        if isinstance(format, BlockFloat):
+        specs: dict[str, Spec] = {f"{name}.codes": (format.code_dtype, shape)}
+        if format.has_exponents:
             specs[f"{name}.exponents"] = (torch.int8, (format.block_count(torch.Size(self.shape)),))
         return specs
 

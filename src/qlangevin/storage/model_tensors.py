@@ -8,15 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..quantization.formats import FixedPoint, Float, Format
-from ..quantization.operators import parse
-from ..quantization.qtensor import QTensor, encode_on_grid
+from ..quantization.formats import Format, parse
+from ..quantization.qtensor import QTensor, decoded, encode_on_grid
 from .files import DTYPES, DamagedError
 from .manifest import NAMES, Kind, TensorInfo
 
@@ -152,12 +150,8 @@ def _parts(name: str, t: Tensor, info: TensorInfo) -> dict[str, Tensor]:
 
 def plain(t: Tensor) -> Tensor:
     """The numbers of a tensor, packed or not, without a way back for autograd."""
-    if not isinstance(t, QTensor):
-        return t.detach()
-    with (
-        torch.no_grad()
-    ):  # detaching it would do too, but the first time that brings in the compiler, which takes seconds
-        return t.decode()
+    with torch.no_grad():  # detaching a QTensor for the first time imports the compiler, which takes seconds
+        return decoded(t).detach()
 
 
 def moved(t: Tensor, device: torch.device | str | None) -> Tensor:
@@ -165,7 +159,7 @@ def moved(t: Tensor, device: torch.device | str | None) -> Tensor:
     if not isinstance(t, QTensor):
         return t.to(device)
     exponents = None if t.exponents is None else t.exponents.to(device)
-    return QTensor(t.codes.to(device), exponents, t.format, t.whole, t.dtype)
+    return QTensor(t.codes.to(device), exponents, t.format, t.base_shape, t.dtype)
 
 
 def assemble(parts: Mapping[str, Tensor], tensors: Mapping[str, TensorInfo], what: str) -> dict[str, Tensor]:
@@ -187,26 +181,12 @@ def assemble(parts: Mapping[str, Tensor], tensors: Mapping[str, TensorInfo], wha
 
 def _are_codes(q: QTensor) -> bool:
     """Whether all codes are of the kind that `encode` makes."""
-    format, codes = q.format, q.unpacked()
-    if codes.numel() == 0:
-        return True
-    if isinstance(format, Float):
-        return _within(q.decode_whole(), format.low, format.high)  # a NaN is not
-    if isinstance(format, FixedPoint):
-        return _within(codes, -(1 << (format.bits - 1)), (1 << (format.bits - 1)) - 1)
-    limit = 1 << (format.exp_bits - 1)
-    assert q.exponents is not None
-    return _within(codes, -format.top, format.top) and _within(q.exponents, -limit, limit - 1)
+    return q.format.are_codes(q.unpacked(), q.exponents)
 
 
 def _finite(t: Tensor) -> bool:
     # Torch does not know of all 8-bit floats whether they are finite.
     return bool((t.float() if t.dtype.is_floating_point and t.itemsize == 1 else t).isfinite().all())
-
-
-def _within(t: Tensor, low: Any, high: Any) -> bool:
-    least, most = torch.aminmax(t.float() if t.dtype.is_floating_point and t.itemsize == 1 else t)
-    return bool(least >= low) and bool(most <= high)
 
 
 def load_into(tensors: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""What a low-precision chain converges to: its exact stationary law on the grid, without sampling.
+"""The exact stationary law of a low-precision chain on its grid, without sampling.
 
 In one dimension and on a finite grid SGLD with low-precision accumulators is a Markov chain with finitely many states.
 From the grid point θ one step aims at a Gaussian of mean μ = θ - α U'(θ) and variance v = 2αT, and rounds it:
@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 from torch.distributions import Distribution, Normal
 
-from ..quantization.formats import BlockFloat, FixedPoint, Float, Format, parse, power_of_two
-from ..quantization.random import NORMAL_BOUND
-from ..quantization.rounding import FAR, SLACK, ceil_log2, feasible, in_gaps, nearest_integer, outcomes, reaches
+from .._validate import check_choice
+from ..quantization.formats import Format, parse
+from ..quantization.laws import V0, Law, nearest_integer, outcomes
 
 __all__ = ["Method", "Stationary", "Target", "grid", "stationary", "wasserstein2"]
 
@@ -41,7 +41,7 @@ NODES, WEIGHTS = (torch.from_numpy(x) for x in np.polynomial.legendre.leggauss(1
 
 @dataclass(frozen=True, eq=False)
 class Stationary:
-    """The law a chain converges to: ``probabilities`` on ``points``. ``transition[i, j]`` is P(θ_i, θ_j). All float64."""
+    """Stationary law of a chain: ``probabilities`` on ``points``. ``transition[i, j]`` is P(θ_i, θ_j). All float64."""
 
     points: Tensor
     probabilities: Tensor
@@ -72,16 +72,15 @@ def stationary(
     temperature: float = 1.0,
     target: Target | None = None,
 ) -> Stationary:
-    """The stationary law of θ' = Q(θ - α U'(θ), 2αT), exact up to float64; what would leave the range is clipped to its ends.
+    """Return the stationary law of θ' = Q(θ - α U'(θ), 2αT), exact up to float64; θ' is clipped to the range of the format.
 
-    ``gradient`` is U', applied to all grid points at once; by default U'(θ) = θ. ``target`` is what `Stationary.w2`
+    ``gradient`` is U', applied to all grid points at once; by default U'(θ) = θ. ``target`` is the law that `Stationary.w2`
     compares with: one of `torch.distributions` or a quantile function; for the default gradient N(0, T).
     """
     for name, value in (("stepsize", stepsize), ("temperature", temperature)):
         if not 0 < value < math.inf:
             raise ValueError(f"{name} must be a positive finite number, got {value!r}")
-    if method not in get_args(Method):
-        raise ValueError(f"method must be one of {', '.join(get_args(Method))}, got {method!r}")
+    check_choice("method", method, get_args(Method))
     points = grid(format)
     slope = points if gradient is None else gradient(points)
     if slope.shape != points.shape or not bool(slope.isfinite().all()):
@@ -99,25 +98,20 @@ def stationary(
 
 
 def grid(format: Format | str) -> Tensor:
-    """All numbers of the format in increasing order, as float64; at most `MAX_POINTS` of them."""
+    """Return all numbers of the format in increasing order, as float64; at most `MAX_POINTS` of them."""
     format = parse(format)
-    if isinstance(format, BlockFloat):
+    count = format.value_count
+    if count is None:
         why = "where an element of a block goes depends on the others, so that it has no law of its own"
         raise ValueError(f"format must be fixed or floating point, such as fixed8.3 or e4m3, got {format}: {why}")
-    codes = 2**format.bits if isinstance(format, FixedPoint) else (format.emax - format.emin + 2) * format.top - 1
-    if codes > MAX_POINTS:
+    if count > MAX_POINTS:
         remedy = "use at most 12 bits of fixed point, or a small float such as e4m3"
-        raise ValueError(f"format must have at most {MAX_POINTS} numbers, {format} has about {codes}; {remedy}")
-    if isinstance(format, FixedPoint):
-        return torch.arange(-(codes // 2), codes // 2, dtype=torch.float64) * format.step
-    exponents = torch.arange(format.min_gap_exponent, format.max_gap_exponent + 1, dtype=torch.int32)
-    multiples = torch.arange(-format.top, format.top + 1, dtype=torch.float64)
-    values: Tensor = torch.unique(power_of_two(exponents, torch.float64)[:, None] * multiples)
-    return values.masked_select(values.abs() <= format.high) + 0.0
+        raise ValueError(f"format must have at most {MAX_POINTS} numbers, {format} has about {count}; {remedy}")
+    return format.values()
 
 
 def _transition(mu: Tensor, v: float, points: Tensor, format: Format, method: Method) -> Tensor:
-    """The matrix P, for each 64 rows only between points they can reach."""
+    """Return the matrix P, computed for 64 rows at a time and only between points they can reach."""
     rows = {"nearest": _nearest_rows, "stochastic": _stochastic_rows, "corrected": _corrected_rows}[method]
     matrix = torch.zeros(len(mu), len(points), dtype=torch.float64)
     for k in range(0, len(mu), 64):
@@ -149,47 +143,36 @@ def _stochastic_rows(mu: Tensor, v: float, points: Tensor, format: Format) -> Te
 
 
 def _corrected_rows(mu: Tensor, v: float, points: Tensor, format: Format) -> Tensor:
-    """The law of `rounding.exact`: three outcomes around μ, or three around each x ~ N(μ, v - Δ²/4)."""
-    gap, gaussian, wide_at = _settled_grid(mu, v, format)
-    y, s = in_gaps(mu, torch.full_like(mu, v), gap)
-    n = nearest_integer(y)
-    below, above = 1.0 + (n == -wide_at).to(y.dtype), 1.0 + (n == wide_at).to(y.dtype)
-    down, up = outcomes(y - n, s, below, above)
-    three = torch.where(gaussian[:, None], 0, torch.stack((down, 1 - down - up, up), 1))
-    laws = [(torch.stack((n - below, n, n + above), 1), three)]
-    if bool(gaussian.any()):
-        codes = points / format.gap(points)
-        if isinstance(format, Float):
-            codes = torch.arange(-format.top, format.top + 1, dtype=y.dtype)
-        many = _gaussian_codes(y, (s - 0.25).clamp_min(1e-18).sqrt(), codes)
-        laws.append((codes, torch.where(gaussian[:, None], many, 0)))
+    """P(θ') of `rounding.exact`: three outcomes around μ, or three around each x ~ N(μ, v - Δ²/4)."""
+    law = format.law(mu, torch.full_like(mu, v))
+    gap = law.gap.expand_as(mu)
+    parts = [_three_outcomes(law)]
+    if bool(law.gaussian.any()):
+        first = int((points[0] / gap).min().floor().clamp_min(-law.wide_at))
+        last = int((points[-1] / gap).max().ceil().clamp_max(law.wide_at))
+        codes = torch.arange(first, last + 1, dtype=mu.dtype)
+        many = _gaussian_codes(law.y, (law.s - V0).clamp_min(1e-18).sqrt(), codes)
+        parts.append((codes, torch.where(law.gaussian[:, None], many, 0)))
     rows = mu.new_zeros(len(mu), len(points))
-    for codes, law in laws:
+    for codes, probabilities in parts:
         values = (codes * gap[:, None]).clamp(format.low, format.high)
-        rows.scatter_add_(1, torch.searchsorted(points, values).clamp_max(len(points) - 1), law)
+        rows.scatter_add_(1, torch.searchsorted(points, values).clamp_max(len(points) - 1), probabilities)
     return rows
 
 
-def _settled_grid(mu: Tensor, v: float, format: Format) -> tuple[Tensor, Tensor, float]:
-    """(Δ, whether Gaussian noise is added, code at which the grid widens): the choices of `rounding.exact`."""
-    variance = torch.full_like(mu, v)
-    if not isinstance(format, Float):
-        gap = format.gap(mu)
-        return gap, in_gaps(mu, variance, gap)[1] > 0.25, FAR
-    sigma, top = math.sqrt(v), format.top
-    room = ((mu.abs() + sigma * NORMAL_BOUND) * (SLACK / (top - 1.5))).clamp_max(sigma)
-    exponent = torch.maximum(format.gap_exponent(mu), ceil_log2(room)).clamp_max(format.max_gap_exponent)
-    gap = power_of_two(exponent, mu.dtype)
-    y, s = in_gaps(mu, variance, gap)
-    gaussian = (s > 0.25) & (reaches(y, s) <= top)
-    double = ~gaussian & ~feasible(y, s, top) & (exponent < format.max_gap_exponent)
-    return torch.where(double, 2 * gap, gap), gaussian, float(top)
+def _three_outcomes(law: Law) -> tuple[Tensor, Tensor]:
+    """Return three codes for each row and their probabilities, zero where Gaussian noise is added."""
+    n = nearest_integer(law.y)
+    below, above = 1.0 + (n == -law.wide_at).to(n.dtype), 1.0 + (n == law.wide_at).to(n.dtype)
+    down, up = outcomes(law.y - n, law.s, below, above)
+    probabilities = torch.where(law.gaussian[:, None], 0, torch.stack((down, 1 - down - up, up), 1))
+    return torch.stack((n - below, n, n + above), 1), probabilities
 
 
 def _gaussian_codes(y: Tensor, sigma: Tensor, codes: Tensor) -> Tensor:
     """Law of n + c for x ~ N(y, σ²), n nearest to x, P(c = ±1) = (1/2 ± (x - n))²/2; beyond the last code, that code.
 
-    (1/2 ± r)²/2 is `rounding.outcomes` at s = 1/4: the squared distance of x from one edge of its cell.
+    (1/2 ± r)²/2 is `laws.outcomes` at s = 1/4: the squared distance of x from one edge of its cell.
     """
     y, sigma = y[:, None], sigma[:, None]
     a, b = (codes - 0.5 - y) / sigma, (codes + 0.5 - y) / sigma
@@ -230,7 +213,7 @@ def _density(t: Tensor) -> Tensor:
 
 
 def _closed_class(moves: Tensor, stepsize: float, method: str) -> Tensor:
-    """The states the chain ends up in; the others it leaves for ever."""
+    """Return a mask of the states that the chain ends up in; it leaves the others for ever."""
     state = len(moves) // 2
     while True:
         forward, backward = _reachable(moves, state), _reachable(moves.T, state)
@@ -245,7 +228,7 @@ def _closed_class(moves: Tensor, stepsize: float, method: str) -> Tensor:
 
 
 def _reachable(moves: Tensor, start: int) -> Tensor:
-    """Which states can be reached from ``start``."""
+    """Return a mask of the states that can be reached from ``start``."""
     seen = new = torch.arange(len(moves)) == start
     while bool(new.any()):
         new = moves[new].any(0) & ~seen
@@ -254,7 +237,7 @@ def _reachable(moves: Tensor, start: int) -> Tensor:
 
 
 def _solve(matrix: Tensor) -> Tensor:
-    """π P = π by the elimination of Grassmann, Taksar and Heyman (1985), which never subtracts.
+    """Solve π P = π by the elimination of Grassmann, Taksar and Heyman (1985), which never subtracts.
 
     Hence every π_i has full relative accuracy however slowly the chain moves: at α = 1e-4 P is almost the identity.
     """
@@ -275,9 +258,9 @@ def _solve(matrix: Tensor) -> Tensor:
 
 
 def wasserstein2(points: Tensor, probabilities: Tensor, target: Target) -> float:
-    """W_2² = Σ_i ∫ (x_i - F^-1(u))² du, over the u that lie between the sums of probabilities before and after x_i.
+    """Return the 2-Wasserstein distance of a law on points to a target with quantile function F^-1.
 
-    ``points`` must be increasing. With u = Φ(z) a Gaussian target has a closed form in φ(z); for any other the integral over z
+    W_2² = Σ_i ∫ (x_i - F^-1(u))² du, over the u that lie between the sums of probabilities before and after x_i. ``points`` must be increasing. With u = Φ(z) a Gaussian target has a closed form in φ(z); for any other the integral over z
     is done by Gauss's quadrature.
     """
     p = probabilities.double()

@@ -1,0 +1,77 @@
+"""Registry of fused kernels: one backend for each type of device.
+
+A package of kernels registers itself (`native` does for the CPU). Code that has a fast path asks `kernels_for` its tensors and
+runs plain PyTorch if the answer is None. Results are the same to the bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from .formats import Format
+from .random import Key
+
+__all__ = ["Kernels", "kernels_for", "register", "unregister"]
+
+
+class Kernels(Protocol):
+    """Kernels of one type of device, for contiguous float32 tensors. Codes are unpacked: one integer an element."""
+
+    def quantize(
+        self, x: Tensor, format: Format, rounding_: str, key: Key, purpose: int, variance: Tensor | None = None,
+        out: Tensor | None = None, positive: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Return Q(x), written to ``out`` if given, which may be x; zero where ``positive``, int8 codes, is zero or less."""
+
+    @property
+    def sgld(self) -> Callable[..., None]:
+        """One SGLD step of several tensors, in place, in one call."""
+
+    def quantize_with_codes(
+        self, x: Tensor, format: Format, rounding_: str, key: Key, purpose: int, codes: tuple[Tensor, Tensor], /
+    ) -> bool:
+        """Round x in place and write codes and exponents of the result; return False if it holds a NaN, which has no code."""
+
+    def relu_with_codes(self, x: Tensor, out: Tensor, codes: Tensor, exponents: Tensor, format: Format, /) -> bool:
+        """Write relu(x) to ``out``, and its codes, for x on the grid; return False if it holds a NaN."""
+
+    def encode(self, values: Tensor, codes: Tensor, exponents: Tensor, format: Format, /) -> None:
+        """Write codes and exponents of values on the grid."""
+
+    def decode(self, values: Tensor, codes: Tensor, exponents: Tensor | None, format: Format, /) -> None:
+        """Write the values that codes and exponents stand for."""
+
+    def encode_exactly(self, values: Tensor, codes: Tensor, exponents: Tensor, format: Format, /) -> bool:
+        """Write codes and exponents of any values; return True if they decode to the same bits."""
+
+    def first_not_finite(self, tensors: list[Tensor], /) -> int:
+        """Return the index of the first tensor that holds an infinity or a NaN, or -1."""
+
+
+_backends: dict[str, Kernels] = {}
+
+
+def register(device_type: str, kernels: Kernels) -> None:
+    """Make these the kernels of a type of device, such as "cpu"."""
+    _backends[device_type] = kernels
+
+
+def unregister(device_type: str) -> Kernels | None:
+    """Remove and return the kernels of a type of device."""
+    return _backends.pop(device_type, None)
+
+
+def kernels_for(*tensors: Tensor) -> Kernels | None:
+    """Return the kernels of the device that all of these tensors are on; None for float64, which no kernel computes in."""
+    common: Kernels | None = None
+    for t in tensors:
+        # is_cpu is faster than device.type, and this runs at every operation
+        found = _backends.get("cpu" if t.is_cpu else t.device.type)
+        if found is None or t.dtype == torch.float64 or (common is not None and found is not common):
+            return None
+        common = found
+    return common
