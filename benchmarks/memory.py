@@ -29,7 +29,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import qlangevin as ql
 from qlangevin.experiments.models import ResNet18
-from qlangevin.lowering.saved_tensors import AsItIs, Codes, SavedAsCodes
+from qlangevin.lowering.saved_tensors import SavedAsCodes, SavedCodes, SavedUnchanged
 
 from .timing import Goal, Row
 from .training import Batch, images, lower_and_pack, sampler
@@ -132,8 +132,8 @@ class Saved:
         self.codes: dict[StorageWeakRef, int] = {}
         self.floats: dict[StorageWeakRef, int] = {}
 
-    def note(self, kept: Codes | AsItIs) -> None:
-        parts = [kept.codes, kept.exponents] if isinstance(kept, Codes) else [kept.tensor]
+    def note(self, kept: SavedCodes | SavedUnchanged) -> None:
+        parts = [kept.codes, kept.exponents] if isinstance(kept, SavedCodes) else [kept.tensor]
         for part in parts:
             if isinstance(part, ql.QTensor):  # a packed weight, which is there anyway
                 continue
@@ -145,7 +145,7 @@ class Saved:
         """While this is entered, whatever a lowered model saves is noted."""
         original = SavedAsCodes.pack
 
-        def pack(context: SavedAsCodes, t: Tensor) -> Codes | AsItIs:
+        def pack(context: SavedAsCodes, t: Tensor) -> SavedCodes | SavedUnchanged:
             kept = original(context, t)
             self.note(kept)
             return kept

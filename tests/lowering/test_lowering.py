@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 import qlangevin as ql
 from qlangevin import lowering, native
-from qlangevin.lowering import inplace_cpu, layers
-from qlangevin.lowering.saved_tensors import AsItIs, Codes, SavedAsCodes
+from qlangevin.lowering import handler, operator, tensor_owners
+from qlangevin.lowering.saved_tensors import SavedAsCodes, SavedCodes, SavedUnchanged
 from qlangevin.quantization import operators, random
 from tests.helpers.networks import CASES, build, gradients
 
@@ -50,7 +50,7 @@ def test_algorithm_3_line_by_line(format: str) -> None:
     ql.lower(model, activations=format, errors=format, seed=3)
     loss, found = gradients(model, x, labels)
 
-    keys = [hook.next(model[0]).key.at(1) for _, hook in layers._layers(model)]
+    keys = [h.next_spec(model[0]).key.at(1) for layer in model for h in handler.find_handlers(layer)]
     (w1, b1), (w2, b2) = ([p.detach() for p in model[i].parameters()] for i in (0, 2))
     a1 = rounded(x @ w1.T + b1, format, keys[0], random.ACTIVATION)
     a2 = a1.clamp_min(0)
@@ -184,9 +184,9 @@ def test_activations_are_kept_as_codes_once_and_relu_keeps_no_floats(monkeypatch
     for _ in range(2):
         kept = saved_by(model, x, monkeypatch)
         monkeypatch.undo()
-        others = [t.tensor for t in kept if isinstance(t, AsItIs) and t.tensor.numel() >= 1024]
+        others = [t.tensor for t in kept if isinstance(t, SavedUnchanged) and t.tensor.numel() >= 1024]
         floats = [t for t in others if t.dtype == torch.float32 and not t.requires_grad]
-        codes = {c.codes.data_ptr() for c in kept if isinstance(c, Codes)}
+        codes = {c.codes.data_ptr() for c in kept if isinstance(c, SavedCodes)}
         assert [tuple(t.shape) for t in floats] == [(8, 3, 8, 8)]  # the input, which nobody rounded
         assert len(codes) == (
             3 if native.available else 4
@@ -547,7 +547,7 @@ def test_transposed_outputs_keep_their_layout_compiled_and_not() -> None:
     with torch.no_grad():
         y = copy.deepcopy(model)(x)
         fake = torch.library.opcheck(
-            inplace_cpu.lower_op,
+            operator.lower_op,
             ((x * 2).t(), "bfp8", "bfp8", "nearest", 0, 0, torch.tensor(1)),
             test_utils="test_faketensor",
         )
@@ -694,8 +694,8 @@ def test_a_state_of_another_model_is_refused() -> None:
 
 
 def test_a_tensor_is_overwritten_only_if_nobody_else_has_it() -> None:
-    assert inplace_cpu._sole_owner(inplace_cpu.ErrorHook) != inplace_cpu._owners(torch.ones(3))
-    assert inplace_cpu._owners(torch.ones(4, 4)[:2]) == ()
+    assert not tensor_owners.only_autograd_holds(torch.ones(3), "hook")
+    assert not tensor_owners.only_autograd_holds(torch.ones(4, 4)[:2], "backward")
 
 
 def test_streams_and_replicas_round_with_bits_of_their_own() -> None:

@@ -1,34 +1,30 @@
-"""Q_A on what flows forward through a network, Q_E on what flows back.
+"""Q_A and Q_E of plain float32 tensors on the CPU: the kernels write in place, hooks on tensors round their errors.
 
-There are two ways to the same bits. `lower_op` is an operator with a backward of its own: for every device, and opaque to
-compilers. The other is for plain float32 tensors on the CPU: the kernels write the rounded numbers where the others were, and
-a hook on the tensor rounds its error, again in place if nobody else has it.
-
-A tensor rounded here is marked with its format and version: numbers that are on a grid need not be rounded to it again.
+A tensor quantized here is marked with its format and its version: numbers on a grid need not be rounded to it again. The bits
+are those of `operator`, which is for all other tensors.
 """
 
 from __future__ import annotations
 
-import sys
-from functools import cache
+from collections.abc import Hashable
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import _disable_current_modes
 
 from .. import native
 from ..quantization import operators, random
-from ..quantization.formats import Format, parse
+from ..quantization.formats import parse
 from ..quantization.random import Key
-from .saved_tensors import Codes, Maker, SavedAsCodes, in_order, memory_order
+from .memory_order import block_order, memory_order, quantize_in_memory_order, reorder_dims
+from .saved_tensors import SavedAsCodes, SavedCodes
+from .tensor_owners import only_autograd_holds
 
-__all__ = ["Step", "know_sole_owners", "marked", "passed", "relu", "simple"]
+__all__ = ["QuantizationSpec", "is_on_grid", "is_plain_cpu_tensor", "quantize_activation", "relu_on_grid"]
 
 
-class Step(NamedTuple):
-    """What is done at one place of a network, one time: formats by name (None for full precision), and the random bits."""
+class QuantizationSpec(NamedTuple):
+    """Settings for one output of a layer: the formats of Q_A and Q_E (None for full precision) and the random bits."""
 
     activations: str | None
     errors: str | None
@@ -36,92 +32,75 @@ class Step(NamedTuple):
     key: Key
 
 
-def simple(x: Tensor) -> bool:
-    """Whether x is memory the kernels can write to, and no stand-in for a tensor."""
+def is_plain_cpu_tensor(x: Tensor) -> bool:
+    """Return True if the kernels can write to x: a float32 tensor on the CPU, no subclass, not traced and not in `vmap`."""
     if torch.compiler.is_compiling() or type(x) is not Tensor or x.dtype != torch.float32:
         return False
     return native.enabled_for(x) and not torch._C._functorch.is_functorch_wrapped_tensor(x)
 
 
-def mark(x: Tensor, format: str | None) -> None:
+def mark_on_grid(x: Tensor, format: str | None) -> None:
+    """Note on x that it is on the grid of a format, until it is written to."""
     if format is not None and not x.is_inference():
         x._qlangevin_grid = (format, x._version)  # type: ignore[attr-defined]
 
 
-def marked(x: Tensor, format: str | None) -> bool:
-    """Whether x is known to be on a grid, and has not been written to since."""
-    known = getattr(x, "_qlangevin_grid", None)
-    return known is not None and known == (format, x._version)
+def is_on_grid(x: Tensor, format: str | None) -> bool:
+    """Return True if x is marked as on the grid of a format and has not been written to since."""
+    mark = getattr(x, "_qlangevin_grid", None)
+    return mark is not None and mark == (format, x._version)
 
 
-# ---- plain tensors on the CPU
+# ---- any layer
 
 
-def passed(x: Tensor, step: Step, fresh: bool, on_grid: bool, maker: Maker) -> Tensor:
-    """Q_A(x), and Q_E on its error. ``fresh``: nobody else has x, and its own backward does not need it."""
+def quantize_activation(
+    x: Tensor, spec: QuantizationSpec, *, may_overwrite: bool, already_on_grid: bool, producer: Hashable
+) -> Tensor:
+    """Return Q_A(x), with a hook on it that applies Q_E to its error.
+
+    Args:
+        x: the output of a layer.
+        spec: the formats and the random bits.
+        may_overwrite: write Q_A(x) into x: only the caller refers to it, and its own backward does not read it.
+        already_on_grid: the caller knows that Q_A(x) = x.
+        producer: identifies the layer, the same in every forward.
+    """
     y, saving = x, SavedAsCodes.innermost() if x.requires_grad else None
-    if step.activations is not None and not on_grid:
-        if fresh:
-            in_place(x.detach(), step, saving, maker)
+    if spec.activations is not None and not already_on_grid:
+        if may_overwrite:
+            _overwrite(x.detach(), spec, saving, producer)
         else:
-            y = _apply(Rounded, x, step.activations, step, random.ACTIVATION)
-    mark(y, step.activations)
-    if step.errors is not None and y.requires_grad:
-        y.register_hook(ErrorHook(step.errors, step))
+            y = _apply(QuantizeFunction, x, spec.activations, spec, random.ACTIVATION)
+    mark_on_grid(y, spec.activations)
+    if spec.errors is not None and y.requires_grad:
+        y.register_hook(ErrorHook(spec))
     return y
 
 
-def block_order(x: Tensor, format: Format) -> tuple[int, ...] | None:
-    """`memory_order` if blocks are the same in it: examples must come first, groups along the last dim stay last.
-
-    Channels-last activations are worked on in the order of their memory, which is also that of their random numbers.
-    """
-    order = memory_order(x)
-    return order if not order or format.keeps_blocks(order) else None
-
-
-def in_place(x: Tensor, step: Step, saving: SavedAsCodes | None, maker: Maker) -> None:
-    """Q_A(x) where x was; with its codes, if those were asked for the last time."""
-    assert step.activations is not None
-    format, codes = parse(step.activations), None
-    order = block_order(x, format)
-    if saving is not None and saving.format == format and order is not None:
-        codes = saving.room(x, order) if maker.saved else None
-        saving.makers[StorageWeakRef(x.untyped_storage())] = maker
-    if codes is None or order is None or saving is None:
-        rounded(x, step.activations, step, random.ACTIVATION, in_place=True)
+def _overwrite(x: Tensor, spec: QuantizationSpec, saving: SavedAsCodes | None, producer: Hashable) -> None:
+    """Write Q_A(x) into x, and its codes in the same pass if an output of this producer was saved before."""
+    assert spec.activations is not None
+    format, codes = parse(spec.activations), None
+    if saving is not None and saving.format == format and (order := block_order(x, format)) is not None:
+        codes = saving.begin_output(x, order, producer)
+    if codes is None:
+        quantize_in_memory_order(x, spec.activations, spec.rounding, spec.key, random.ACTIVATION, overwrite=True)
         torch.autograd.graph.increment_version(x)
         return
-    flat, parts = in_order(x, order), (codes.codes, codes.exponents)
-    coded = native.quantize_with_codes(flat, format, step.rounding, step.key, random.ACTIVATION, parts)
+    values, parts = reorder_dims(x, codes.order), (codes.codes, codes.exponents)
+    has_codes = native.quantize_with_codes(values, format, spec.rounding, spec.key, random.ACTIVATION, parts)
     torch.autograd.graph.increment_version(x)
-    if coded:
-        saving.known[saving.place(x)] = codes
+    if saving is not None and has_codes:
+        saving.set_codes(x, codes)
 
 
-def rounded(
-    x: Tensor, format: str, step: Step, purpose: int, in_place: bool = False, positive: Tensor | None = None
-) -> Tensor:
-    """x on a grid, in the order of its memory; zero where ``positive``, 8-bit codes in the same order, is not."""
-    order = block_order(x, parse(format))
-    if order is None:
-        y = operators.quantize_op(x, format, step.rounding, *operators.key_bits(step.key), purpose)
-        return (x if in_place else torch.empty_like(x)).copy_(y)
-    out = x if in_place else torch.empty_like(x)
-    flat, target = in_order(x, order), in_order(out, order)
-    if native.enabled_for(x) and x.dtype == torch.float32:
-        native.quantize(flat, parse(format), step.rounding, step.key, purpose, out=target, positive=positive)
-    else:
-        target.copy_(operators.quantize_op(flat, format, step.rounding, *operators.key_bits(step.key), purpose))
-    return out
-
-
-class Rounded(torch.autograd.Function):
-    """`rounded` as a new tensor, straight through for autograd."""
+class QuantizeFunction(torch.autograd.Function):
+    """x on a grid in a new tensor; the error passes straight through."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, format: str, step: Step, purpose: int) -> Tensor:
-        return rounded(x, format, step, purpose)
+    def forward(ctx: Any, x: Tensor, format: str, spec: QuantizationSpec, purpose: int) -> Tensor:
+        return quantize_in_memory_order(x, format, spec.rounding, spec.key, purpose)
 
     @staticmethod
     def backward(ctx: Any, error: Tensor) -> tuple[Any, ...]:
@@ -129,48 +108,57 @@ class Rounded(torch.autograd.Function):
 
 
 class ErrorHook:
-    """Q_E, as a hook on the tensor whose error it is."""
+    """Q_E, as a hook on the tensor whose error it rounds."""
 
-    def __init__(self, format: str, step: Step) -> None:
-        self.format, self.step = format, step
+    def __init__(self, spec: QuantizationSpec) -> None:
+        self.spec = spec
 
     def __call__(self, e: Tensor) -> Tensor:
-        if marked(e, self.format):
+        format = self.spec.errors
+        assert format is not None
+        if is_on_grid(e, format):
             return e
-        if e.requires_grad:  # the derivative of a derivative is wanted
-            return _apply(Rounded, e, self.format, self.step, random.ERROR)
-        alone = _owners(e) == _sole_owner(ErrorHook)
-        out = rounded(e, self.format, self.step, random.ERROR, alone)
-        mark(out, self.format)
+        if e.requires_grad:  # autograd builds the graph of a second derivative
+            return _apply(QuantizeFunction, e, format, self.spec, random.ERROR)
+        overwrite = only_autograd_holds(e, "hook")
+        out = quantize_in_memory_order(e, format, self.spec.rounding, self.spec.key, random.ERROR, overwrite=overwrite)
+        mark_on_grid(out, format)
         return out
 
 
-def relu(x: Tensor, step: Step, inplace: bool, saving: SavedAsCodes | None) -> Tensor:
-    """relu(x) for x on the grid of the activations, which it does not leave; Q_E on its error."""
-    if saving is not None and str(saving.format) != step.activations:
-        saving = None  # it keeps numbers of another grid as codes: these it has to try for itself
-    kept: list[Codes] = []
-    y = _apply(ReLU, x, step, inplace, saving, kept)
-    if saving is not None and kept:  # autograd has counted a change in place by now: the next layer knows it as this
-        saving.known[saving.place(y)] = kept[0]
-    mark(y, step.activations)
+# ---- ReLU, which leaves numbers on the grid where they are
+
+
+def relu_on_grid(x: Tensor, spec: QuantizationSpec, inplace: bool) -> Tensor:
+    """Return relu(x) of x on the grid of the activations, where it stays; its backward applies Q_E."""
+    saving = SavedAsCodes.innermost()
+    if saving is not None and str(saving.format) != spec.activations:
+        saving = None  # it keeps codes of another grid, which relu(x) need not be on
+    made: list[SavedCodes] = []
+    y = _apply(ReLUFunction, x, spec, inplace, saving, made)
+    if saving is not None and made:  # only now: after a change in place autograd has just counted up the version of y
+        saving.set_codes(y, made[0])
+    mark_on_grid(y, spec.activations)
     return y
 
 
-class ReLU(torch.autograd.Function):
-    """Keeps the codes of its result, which the layer after it keeps too, or else the result; Q_E and the mask are one pass."""
+class ReLUFunction(torch.autograd.Function):
+    """y = relu(x) and e_x = Q_E(e_y) · [y > 0], in one pass each.
+
+    Saves the codes of y, which it shares with the layer that saves y as its input; y itself if it has no codes.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, step: Step, inplace: bool, saving: SavedAsCodes | None, kept: list[Codes]
+        ctx: Any, x: Tensor, spec: QuantizationSpec, inplace: bool, saving: SavedAsCodes | None, made: list[SavedCodes]
     ) -> Tensor:
-        y, ctx.step, ctx.codes = x if inplace else torch.empty_like(x), step, None
+        y, ctx.spec, ctx.about_codes = x if inplace else torch.empty_like(x), spec, None
         if inplace:
             ctx.mark_dirty(x)
-        codes = _rectified(x, y, saving) if saving is not None and ctx.needs_input_grad[0] else None
+        codes = _relu_with_codes(x, y, saving) if saving is not None and ctx.needs_input_grad[0] else None
         if codes is not None:
-            kept.append(codes)
-            ctx.codes = codes.about
+            made.append(codes)
+            ctx.about_codes = (codes.format, codes.order)
             ctx.save_for_backward(codes.codes, codes.exponents)
         else:
             torch.clamp_min(x, 0, out=y)
@@ -179,129 +167,31 @@ class ReLU(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, e: Tensor) -> tuple[Any, ...]:
-        format, codes = ctx.step.errors, Codes(*ctx.saved_tensors, *ctx.codes) if ctx.codes is not None else None
+        spec, format = ctx.spec, ctx.spec.errors
+        codes = SavedCodes(*ctx.saved_tensors, *ctx.about_codes) if ctx.about_codes is not None else None
         fused = codes is not None and codes.codes.dtype == torch.int8 and codes.order == memory_order(e)
         if codes is not None and format is not None and fused and not e.requires_grad:
-            alone = _owners(e) == _sole_owner(ReLU)
-            out = rounded(e, format, ctx.step, random.ERROR, alone, codes.codes)
+            overwrite = only_autograd_holds(e, "backward")
+            out = quantize_in_memory_order(
+                e, format, spec.rounding, spec.key, random.ERROR, overwrite=overwrite, positive=codes.codes
+            )
         else:
             y = codes.decode() if codes is not None else ctx.saved_tensors[0]
-            q = e if format is None else _apply(Rounded, e, format, ctx.step, random.ERROR)
+            q = e if format is None else _apply(QuantizeFunction, e, format, spec, random.ERROR)
             out = torch.ops.aten.threshold_backward(q, y, 0)
-        mark(out, format)
+        mark_on_grid(out, format)
         return out, None, None, None, None
 
 
-def _rectified(x: Tensor, y: Tensor, saving: SavedAsCodes) -> Codes | None:
-    """y = relu(x), and its codes; None if it has none."""
+def _relu_with_codes(x: Tensor, y: Tensor, saving: SavedAsCodes) -> SavedCodes | None:
+    """Write relu(x) into y and return its codes; return None and leave y to the caller if it has none."""
     order = block_order(x, saving.format)
-    codes = saving.room(x, order) if order is not None else None
-    if codes is None or order is None:
+    codes = saving.allocate_codes(x, order) if order is not None else None
+    if codes is None:
         return None
-    parts = (codes.codes, codes.exponents)
-    return codes if native.relu_with_codes(in_order(x, order), in_order(y, order), *parts, saving.format) else None
+    values, target = reorder_dims(x, codes.order), reorder_dims(y, codes.order)
+    return codes if native.relu_with_codes(values, target, codes.codes, codes.exponents, saving.format) else None
 
 
 def _apply(function: Any, *arguments: Any) -> Tensor:
     return cast(Tensor, function.apply(*arguments))
-
-
-def _owners(e: Tensor) -> tuple[int, ...]:
-    """How many refer to a tensor, from C++ and from Python, and to its memory; nothing of the kind for a view."""
-    if e._is_view() or memory_order(e) is None:
-        return ()
-    return e._use_count(), torch._C._storage_Use_Count(e.untyped_storage()._cdata), sys.getrefcount(e)  # type: ignore[attr-defined]
-
-
-def know_sole_owners() -> None:
-    """Find out while nothing else is going on."""
-    for caller in (ErrorHook, ReLU):
-        _sole_owner(caller)
-
-
-@cache
-def _sole_owner(caller: type) -> tuple[int, ...]:
-    """What `_owners` gives, in this version of PyTorch and Python, for an error that only autograd itself and the caller have.
-
-    A tensor autograd is about to throw away may be overwritten; it does so itself when it adds up errors.
-    """
-    seen: list[tuple[int, ...]] = []
-
-    class Probe(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, e: Tensor) -> Tensor:
-            if caller is ReLU:
-                seen.append(_owners(e))
-            return e * 1.0
-
-    class Hook:
-        def __call__(self, e: Tensor) -> None:
-            if caller is ErrorHook:
-                seen.append(_owners(e))
-
-    with _disable_current_modes(), torch.enable_grad():
-        x = _apply(Probe, torch.ones(2, requires_grad=True))
-        x.register_hook(Hook()) if caller is ErrorHook else None
-        (x * torch.ones(2)).backward(torch.ones(2))
-    return seen[0]
-
-
-# ---- all others
-
-
-@operators.operator("lower")
-def lower_op(
-    x: Tensor, activations: str | None, errors: str | None, rounding: str, seed: int, stream: int, step: Tensor
-) -> Tensor:
-    """Q_A; its backward is Q_E. The step is a tensor, because compiled code must not depend on its value."""
-    return _rounded_at(x, activations, random.ACTIVATION, rounding, seed, stream, step)
-
-
-@operators.operator("lower_error")
-def error_op(e: Tensor, errors: str | None, rounding: str, seed: int, stream: int, step: Tensor) -> Tensor:
-    """Q_E."""
-    return _rounded_at(e, errors, random.ERROR, rounding, seed, stream, step)
-
-
-@torch._disable_dynamo  # type: ignore[attr-defined]  # where compiled code falls back to eager, this is not to be compiled
-def _rounded_at(
-    x: Tensor, format: str | None, purpose: int, rounding: str, seed: int, stream: int, step: Tensor
-) -> Tensor:
-    if format is None:
-        return x.clone()
-    return rounded(x, format, Step(format, format, rounding, operators.key_of(seed, stream, int(step))), purpose)
-
-
-@operators.fake("lower")
-@operators.fake("lower_error")
-def _(x: Tensor, *_: Any) -> Tensor:
-    return torch.empty_like(x)
-
-
-def _remember(ctx: Any, inputs: Any, output: Any) -> None:
-    ctx.how, ctx.step = inputs[2:6], inputs[6]
-
-
-def _error(ctx: Any, e: Tensor) -> tuple[Any, ...]:
-    return (error_op(e, *ctx.how, ctx.step), *[None] * 6)
-
-
-torch.library.register_autograd("qlangevin::lower", _error, setup_context=_remember, lib=operators._library)
-torch.library.register_autograd("qlangevin::lower_error", lambda ctx, e: (e, *[None] * 5), lib=operators._library)
-
-
-def _lower_many(info: Any, dims: tuple[Any, ...], x: Tensor, *rest: Any) -> tuple[Tensor, int]:
-    """`lower_op` of many tensors at once, each as if it were alone, for `torch.vmap`."""
-    activations, _, rounding = rest[:3]
-    many = x.movedim(dims[0], 0)
-    if rounding != "nearest" or activations is None:  # one after the other, with the same random bits
-        return torch.stack([lower_op(one, *rest) for one in many.unbind(0)]), 0
-    format, shape = parse(activations).stacked(many.shape)
-    return lower_op(many.reshape(shape), str(format), *rest[1:]).reshape(many.shape), 0
-
-
-torch.library.register_vmap("qlangevin::lower", _lower_many, lib=operators._library)

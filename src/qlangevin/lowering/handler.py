@@ -1,0 +1,153 @@
+"""The forward hook that lowers one module, of any kind; `modules` has the kinds that are treated otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, ClassVar, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import _global_forward_hooks as global_forward_hooks
+from torch.utils._pytree import tree_map_only
+
+from ..quantization import operators
+from ..quantization.random import Key
+from . import inplace_cpu
+from .inplace_cpu import QuantizationSpec
+from .operator import lower_op
+from .patches import Patch
+from .saved_tensors import SavingForward
+
+__all__ = ["ExtraRepr", "Handler", "HandlerForward", "find_handlers"]
+
+
+class Handler:
+    """Lowers one module: a forward hook that returns Q_A of its outputs, whose errors Q_E rounds.
+
+    Random bits are a function of the seed, the stream, the layer's index and how often the layer has run in training.
+    A subclass says what is special about a kind of module.
+    """
+
+    may_overwrite_output: ClassVar[bool] = False
+    """The module's output is memory of its own, which its backward does not read: Q_A may be written into it."""
+    keeps_grid: ClassVar[bool] = False
+    """The module returns some of the numbers it is given, so that those on a grid stay on it."""
+    replaces_forward: ClassVar[bool] = False
+    """`forward` takes the place of the module's own, unless the user has already replaced that."""
+    quantizes_in_forward: ClassVar[bool] = False
+    """`forward` returns quantized outputs, so that the hook has nothing left to do."""
+
+    def __init__(self, activations: str | None, errors: str | None, rounding: str, chain: Key, index: int) -> None:
+        self.activations, self.errors, self.rounding = activations, errors, rounding
+        self.chain, self.index, self.seed = chain, index, chain.seed
+        self.set_replica(0)
+        self.count = torch.zeros((), dtype=torch.int64)
+
+    def set_replica(self, replica: int) -> None:
+        """Draw the random bits of one of several copies of the model; copy 0 has those of a model without copies."""
+        stream = self.chain.fold(self.index)
+        self.stream = (stream.fold(replica) if replica else stream).stream
+
+    def settings(self) -> str:
+        """Return all settings but the replica as text."""
+        chain = f", stream={self.chain.stream}" if self.chain.stream else ""
+        return f"{self!r}, rounding={self.rounding}, seed={self.seed}{chain}"
+
+    def __repr__(self) -> str:
+        return f"activations={self.activations or 'fp32'}, errors={self.errors or 'fp32'}"
+
+    def install(self, module: nn.Module) -> None:
+        """Lower a module with this handler; `patches.remove_patches` and removal of the hook undo it."""
+        module.register_forward_hook(self)
+        ExtraRepr(module)
+        if self.replaces_forward and "forward" not in module.__dict__:
+            HandlerForward(module)
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if self.quantizes_in_forward and isinstance(_instance_forward(module), HandlerForward):
+            return output
+        return self.quantize_outputs(module, args, output)
+
+    def forward(self, module: Any, *args: Any, **kwargs: Any) -> Any:
+        """Compute what the module's own forward does."""
+        return type(module).forward(module, *args, **kwargs)
+
+    def quantize_outputs(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Quantize every tensor that a module returns."""
+        if isinstance(output, Tensor):
+            return self.quantize(module, output, self.keeps_grid and self._got_numbers_on_grid(module, args))
+        return tree_map_only(Tensor, lambda t: self.quantize(module, t), output)
+
+    def quantize(self, module: nn.Module, x: Tensor, already_on_grid: bool = False) -> Tensor:
+        """Return Q_A of one output; Q_E rounds its error."""
+        if not x.dtype.is_floating_point or (self.activations is None and self.errors is None):
+            return x
+        if inplace_cpu.is_plain_cpu_tensor(x):
+            may_overwrite = self.may_overwrite_output and self._sees_output_first(module) and not x._is_view()
+            return inplace_cpu.quantize_activation(
+                x, self.next_spec(module), may_overwrite=may_overwrite, already_on_grid=already_on_grid, producer=self
+            )
+        seed, stream, count = operators.signed(self.seed), operators.signed(self.stream), self._next_count(module)
+        rounding = self._rounding_of(module)
+        return cast(Tensor, lower_op(x, self.activations, self.errors, rounding, seed, stream, count))
+
+    def next_spec(self, module: nn.Module) -> QuantizationSpec:
+        """Count one more run if the module is in training; return the settings of that run."""
+        key = Key(self.seed, self.stream, int(self.count.add_(1)) if module.training else 0)
+        return QuantizationSpec(self.activations, self.errors, self._rounding_of(module), key)
+
+    def _next_count(self, module: nn.Module) -> Tensor:
+        """Count as `next_spec` does; return the count as a tensor, which later runs leave as it is."""
+        if not module.training:
+            return torch.zeros_like(self.count)
+        self.count.add_(1)
+        return self.count.clone()
+
+    def _rounding_of(self, module: nn.Module) -> str:
+        return self.rounding if module.training else "nearest"
+
+    def _got_numbers_on_grid(self, module: nn.Module, args: Any) -> bool:
+        """Return True if the first argument is on the grid of the activations, and so is the output that this hook gets.
+
+        A block of the output must lie within one of the input, which is sure for examples and without blocks.
+        """
+        if not self._sees_output_first(module) or "/" in str(self.activations):
+            return False
+        return bool(args) and inplace_cpu.is_on_grid(args[0], self.activations)
+
+    def _sees_output_first(self, module: nn.Module) -> bool:
+        """Return True if this hook gets the output as the module's type makes it: no other hook or forward was there."""
+        forward = _instance_forward(module)
+        ours = forward is None or isinstance(forward, HandlerForward)
+        return ours and not global_forward_hooks and next(iter(module._forward_hooks.values())) is self
+
+
+def find_handlers(module: nn.Module) -> Iterator[Handler]:
+    """Yield the handler of a module, if it is lowered."""
+    return (hook for hook in module._forward_hooks.values() if isinstance(hook, Handler))
+
+
+def _instance_forward(module: nn.Module) -> Any:
+    """Return the forward that an instance has instead of its class's, beneath that of a lowered model; None if it has none."""
+    forward = module.__dict__.get("forward")
+    return forward.replaced if isinstance(forward, SavingForward) else forward
+
+
+class HandlerForward(Patch):
+    """`Handler.forward` as the forward of its module."""
+
+    method = "forward"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        for handler in find_handlers(self.module):
+            return handler.forward(self.module, *args, **kwargs)
+        return self.call_replaced(*args, **kwargs)  # a forward that the user put over this one survived `unlower`
+
+
+class ExtraRepr(Patch):
+    """The module's own `extra_repr`, followed by the formats."""
+
+    method = "extra_repr"
+
+    def __call__(self) -> str:
+        return ", ".join(filter(None, [self.call_replaced(), *map(repr, find_handlers(self.module))]))

@@ -1,0 +1,190 @@
+"""Kinds of modules that are lowered in a way of their own: a handler for each.
+
+`handler_for` finds the handler of a module by its type. A new kind is one more class here, registered with `handles`.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import conv
+from torch.nn.utils.rnn import PackedSequence
+
+from ..quantization.qtensor import QTensor, decoded
+from . import inplace_cpu
+from .handler import Handler
+
+__all__ = ["handler_for", "handles"]
+
+H = TypeVar("H", bound=type[Handler])
+
+_exact: dict[type[nn.Module], type[Handler]] = {}
+_with_subclasses: dict[type[nn.Module], type[Handler]] = {}
+
+
+def handles(*types: type[nn.Module], subclasses: bool = False) -> Callable[[H], H]:
+    """Register a handler class for modules of these types; their subclasses may do more, and are left out unless asked for."""
+
+    def register(handler: H) -> H:
+        (_with_subclasses if subclasses else _exact).update(dict.fromkeys(types, handler))
+        return handler
+
+    return register
+
+
+def handler_for(module: nn.Module) -> type[Handler]:
+    """Return the handler class for a module."""
+    if (handler := _exact.get(type(module))) is not None:
+        return handler
+    return next((_with_subclasses[base] for base in type(module).__mro__ if base in _with_subclasses), Handler)
+
+
+@handles(nn.Linear, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.LayerNorm, nn.GroupNorm)
+class FreshOutputHandler(Handler):
+    """Modules that return memory of their own and do not need it in backward: it is overwritten."""
+
+    may_overwrite_output = True
+
+
+@handles(nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d)
+@handles(nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d)
+class MaxPoolHandler(Handler):
+    """Modules that return some of the numbers they are given."""
+
+    keeps_grid = True
+
+
+@handles(nn.MultiheadAttention, subclasses=True)
+class AttentionHandler(Handler):
+    """Attention, which also returns its weights: they are for the user to look at and stay as they are."""
+
+    def quantize_outputs(self, module: nn.Module, args: Any, output: Any) -> Any:
+        return (self.quantize(module, output[0]), *output[1:])
+
+
+@handles(nn.ReLU)
+class ReLUHandler(Handler):
+    """ReLU, which keeps numbers on the grid and applies Q_E and its mask to the error in one pass."""
+
+    replaces_forward = quantizes_in_forward = True
+
+    def forward(self, module: nn.ReLU, input: Tensor) -> Tensor:
+        plain = self.activations is not None and inplace_cpu.is_plain_cpu_tensor(input)
+        if plain and inplace_cpu.is_on_grid(input, self.activations):
+            return inplace_cpu.relu_on_grid(input, self.next_spec(module), module.inplace)
+        return self.quantize(module, nn.functional.relu(input, module.inplace))
+
+
+# ---- convolutions
+
+
+@handles(nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+class ConvolutionHandler(FreshOutputHandler):
+    """Convolutions, whose backward is made to need less memory; see `ConvolutionFunction`."""
+
+    replaces_forward = True
+
+    def forward(self, module: conv._ConvNd, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if args or kwargs or not inplace_cpu.is_plain_cpu_tensor(input) or not _is_plain_convolution(module, input):
+            return cast(Tensor, super().forward(module, input, *args, **kwargs))
+        geometry = (
+            module.stride, module.padding, module.dilation, module.transposed, module.output_padding, module.groups
+        )  # fmt: skip
+        function: Any = ConvolutionFunction
+        return cast(Tensor, function.apply(input, module.weight, module.bias, geometry))
+
+
+def _is_plain_convolution(module: conv._ConvNd, x: Tensor) -> bool:
+    """Return True if the module's forward is one call of `torch.convolution` on a batch, and autograd records it."""
+    if not torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
+        return False
+    batched = x.dim() == len(module.kernel_size) + 2
+    return batched and not isinstance(module.padding, str) and module.padding_mode == "zeros"
+
+
+class ConvolutionFunction(torch.autograd.Function):
+    """`torch.convolution` whose backward holds one large tensor less, with the same numbers.
+
+    PyTorch's backward holds the input, the error and the error of the input at once. Here the gradient of the weights comes
+    first, and the input, decoded for it, is freed before the error of the input is allocated.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, geometry: tuple[Any, ...]) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.geometry, ctx.bias_shape = geometry, None if bias is None else list(bias.shape)
+        return torch.convolution(x, decoded(weight), None if bias is None else decoded(bias), *geometry)
+
+    @staticmethod
+    def backward(ctx: Any, e: Tensor) -> tuple[Any, ...]:
+        x, weight = ctx.saved_tensors
+        convolution_backward = torch.ops.aten.convolution_backward
+        wants_error, wants_weight, wants_bias, _ = ctx.needs_input_grad
+        if e.requires_grad:  # autograd builds the graph of a second derivative
+            mask = [wants_error, wants_weight, wants_bias]
+            return (*convolution_backward(e, x, decoded(weight), ctx.bias_shape, *ctx.geometry, mask), None)
+        like_x = torch.empty_like(
+            x
+        )  # stands in for x where only its shape counts; unwritten, it takes no physical memory
+        error = weight_grad = bias_grad = None
+        if wants_weight or wants_bias:
+            packed = isinstance(weight, QTensor)
+            like_weight = torch.empty(weight.shape, dtype=e.dtype, device=e.device) if packed else weight
+            mask = [False, wants_weight, wants_bias]
+            _, weight_grad, bias_grad = convolution_backward(e, x, like_weight, ctx.bias_shape, *ctx.geometry, mask)
+        del x
+        if wants_error:
+            mask = [True, False, False]
+            error, _, _ = convolution_backward(e, like_x, decoded(weight), None, *ctx.geometry, mask)
+        return error, weight_grad, bias_grad, None
+
+
+# ---- recurrent modules
+
+
+@handles(nn.RNNBase, subclasses=True)
+class RecurrentHandler(Handler):
+    """`nn.RNN`, `nn.GRU` and `nn.LSTM`, run one layer at a time: every layer's output is quantized, and the final states."""
+
+    replaces_forward = quantizes_in_forward = True
+
+    def forward(self, module: nn.RNNBase, input: Any, hx: Any = None) -> tuple[Any, Any]:
+        directions = 2 if module.bidirectional else 1
+        finals: list[Any] = []
+        for i in range(module.num_layers):
+            rows = slice(i * directions, (i + 1) * directions)
+            start = None if hx is None else hx[rows] if isinstance(hx, Tensor) else tuple(h[rows] for h in hx)
+            input, final = type(module).forward(_layer_as_module(module, i, directions), input, start)
+            finals.append(final)
+            dropout = module.dropout if i < module.num_layers - 1 else 0.0
+            if isinstance(input, PackedSequence):
+                input = input._replace(data=self._quantize_layer(module, input.data, dropout))
+            else:
+                input = self._quantize_layer(module, input, dropout)
+        if isinstance(finals[0], Tensor):
+            return input, self.quantize(module, torch.cat(finals))
+        return input, tuple(self.quantize(module, torch.cat(states)) for states in zip(*finals, strict=True))
+
+    def _quantize_layer(self, module: nn.RNNBase, x: Tensor, dropout: float) -> Tensor:
+        y = self.quantize(module, x)
+        return y if dropout == 0 else nn.functional.dropout(y, dropout, module.training)
+
+
+def _layer_as_module(module: nn.RNNBase, i: int, directions: int) -> nn.RNNBase:
+    """Return layer i of a recurrent module as a module with the same parameters."""
+    if module.num_layers == 1:
+        return module
+    layer = copy.copy(module)  # a dict of attributes of its own, with the same tensors in it
+    names = [name for d in range(directions) for name in module._all_weights[i * directions + d]]
+    size = module.input_size if i == 0 else directions * (module.proj_size or module.hidden_size)
+    weights = [getattr(module, name) for name in names]
+    layer.__dict__.update(num_layers=1, dropout=0.0, input_size=size)
+    layer.__dict__.update(
+        _flat_weights=weights, _flat_weights_names=names, _flat_weight_refs=[weakref.ref(w) for w in weights]
+    )
+    return layer

@@ -1,0 +1,36 @@
+"""Methods replaced on one module instance, and put back by `unlower`."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from torch import nn
+
+__all__ = ["Patch", "remove_patches"]
+
+
+class Patch:
+    """A callable in the place of a method of one module. An object, because it is copied and pickled with its module."""
+
+    method: ClassVar[str]
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.replaced = module.__dict__.get(self.method)  # None: the method of the class
+        module.__dict__[self.method] = self
+
+    def call_replaced(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the method that stood here before."""
+        if self.replaced is None:
+            return getattr(type(self.module), self.method)(self.module, *args, **kwargs)
+        return self.replaced(*args, **kwargs)
+
+
+def remove_patches(module: nn.Module) -> None:
+    """Restore the methods that patches have replaced. A method that the user has put over a patch stays."""
+    for method in ("extra_repr", "forward"):
+        while isinstance(patch := module.__dict__.get(method), Patch):
+            if patch.replaced is None:
+                del module.__dict__[method]
+            else:
+                module.__dict__[method] = patch.replaced
