@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from qlangevin import SGLD, BlockFloat, Key, corrected, native, parse, quantize
 from qlangevin.quantization import random
-from qlangevin.sampling.step import parameter_key, sgld_op
+from qlangevin.sampling.step import StepSettings, parameter_key, sgld_op
 
 # The paper's methods are settings.
 METHODS: dict[str, dict[str, Any]] = {
@@ -325,23 +325,8 @@ def test_autograd_notices_that_parameters_changed() -> None:
 
 def test_the_step_is_an_operator_that_keeps_torchs_rules() -> None:
     theta, gradient = quantize(torch.randn(4, 3), "bfp8"), torch.randn(4, 3)
-    arguments: tuple[Any, ...] = (
-        [theta],
-        [],
-        [gradient],
-        0.1,
-        0.0,
-        1e-3,
-        "bfp8",
-        None,
-        None,
-        "corrected",
-        "exact",
-        False,
-        0,
-        [0],
-        [1],
-    )
+    text = StepSettings(0.1, 200, weights="bfp8").text
+    arguments: tuple[Any, ...] = ([theta], [], [gradient], [0], [1], text)
     torch.library.opcheck(sgld_op, arguments, test_utils=["test_schema", "test_faketensor"])
 
 

@@ -15,6 +15,25 @@ class Grid:
         /,
     ) -> None: ...
 
+class Step:
+    def __init__(
+        self,
+        *,
+        theta: int,
+        codes: int,
+        exponents: int,
+        code_bytes: int,
+        accumulator: int,
+        gradient: int,
+        numel: int,
+        weights: Grid,
+        gradients: Grid,
+        accumulators: Grid,
+        seed: int,
+        stream: int,
+        step: int,
+    ) -> None: ...
+
 def levels() -> list[str]: ...
 def level() -> str: ...
 def use_level(name: str, /) -> None: ...
@@ -38,15 +57,7 @@ def quantize(
     /,
 ) -> bool: ...
 def sgld(
-    tensors: list[tuple[int, int, int, int, int, int, int, Grid, Grid, Grid, int, int]],
-    seed: int,
-    rounding: int,
-    lr: float,
-    weight_decay: float,
-    variance: float,
-    maximize: bool,
-    threads: int,
-    /,
+    steps: list[Step], *, rounding: int, lr: float, weight_decay: float, variance: float, maximize: bool, threads: int
 ) -> None: ...
 def recode(
     values: int, codes: int, exponents: int, bytes: int, numel: int, grid: Grid, encode: bool, threads: int, /

@@ -18,7 +18,7 @@ from .formats import BlockFloat, FixedPoint, Float, Format, check_holds, parse
 from .operators import Rounding
 from .random import Key
 
-__all__ = ["QTensor", "encode", "encode_on_grid"]
+__all__ = ["QTensor", "encode", "encode_on_grid", "encode_rounded"]
 
 aten = torch.ops.aten
 
@@ -150,9 +150,13 @@ class QTensor(torch.Tensor):
 def encode(x: Tensor, format: str | Format, rounding: Rounding = "nearest", key: Key | None = None) -> QTensor:
     """x rounded to a format, as codes. For numbers already on the grid nothing is rounded: decoding gives back x."""
     parsed = parse(format)
-    values = operators.quantize(x.detach(), parsed, rounding, key).to(torch.float32).contiguous()
-    codes, exponents = encode_op(values, str(parsed))
-    return _packed(codes, exponents, parsed, x)
+    return encode_rounded(operators.quantize(x.detach(), parsed, rounding, key), parsed)
+
+
+def encode_rounded(x: Tensor, format: Format) -> QTensor:
+    """Return the codes of numbers that were rounded to the format; they are not rounded again."""
+    codes, exponents = encode_op(x.to(torch.float32).contiguous(), str(format))
+    return _packed(codes, exponents, format, x)
 
 
 def encode_on_grid(x: Tensor, format: Format) -> QTensor | None:
