@@ -326,7 +326,7 @@ def test_autograd_notices_that_parameters_changed() -> None:
 def test_the_step_is_an_operator_that_keeps_torchs_rules() -> None:
     theta, gradient = quantize(torch.randn(4, 3), "bfp8"), torch.randn(4, 3)
     text = StepSettings(0.1, 200, weights="bfp8").text
-    arguments: tuple[Any, ...] = ([theta], [], [gradient], [0], [1], text)
+    arguments: tuple[Any, ...] = ([theta], [gradient], [], [0, 0, 1], text)
     torch.library.opcheck(sgld_op, arguments, test_utils=["test_schema", "test_faketensor"])
 
 

@@ -204,7 +204,7 @@ def _kernel_step(
     t: TensorStep, weights: Format | None, gradients: Format | None, accumulator: Format | None
 ) -> kernels.Step:
     shape, packed = t.gradient.shape, cast(Any, t.theta if hasattr(t.theta, "codes") else None)
-    theta, codes, exponents = (t.theta, None, None) if packed is None else (None, packed.codes, packed.exponents)
+    theta, codes, exponents = (t.theta, None, None) if packed is None else (None, packed.unpacked(), packed.exponents)
     _require(torch.float32, shape, theta, t.accumulator, t.gradient)
     if codes is not None:
         _require(codes.dtype, shape, codes)

@@ -75,7 +75,7 @@ class Loader(DataLoader[Any]):
         self._options = dict(options)
         options["generator"] = self._order.generator(WORKERS)
         super().__init__(dataset, batch_size, sampler=self._order, drop_last=bool(drop_last), **options)
-        if self._ranks > 1:  # torch lets nobody set this one, but it is where batches come from
+        if self._ranks > 1:  # torch refuses to set the attribute that batches come from
             self.__dict__["batch_sampler"] = _Parts(self.batch_sampler, self._rank, self._ranks)
         if len(self) == 0:
             raise ValueError(

@@ -94,7 +94,7 @@ class StepSettings:
 
     @property
     def noise_free_rounding(self) -> Rounding:
-        """Rounding that adds no noise of the step: of μ + sqrt(v) ξ, which has it, and of weights from an accumulator."""
+        """Rounding of numbers that have their noise already, μ + sqrt(v) ξ, or get none: weights from an accumulator."""
         return "nearest" if self.rounding == "nearest" else "stochastic"
 
     def weights_format(self, theta: Tensor) -> str | None:
@@ -184,24 +184,30 @@ def step_tensors(tensors: Sequence[TensorStep], settings: StepSettings) -> None:
     """Step plain and packed tensors in place, all with an accumulator or all without."""
     plain = [t for t in tensors if not isinstance(t.theta, QTensor)]
     if plain:
-        thetas, gradients, keys, accumulators = zip(*plain, strict=True)
-        streams, steps = [operators.signed(k.stream) for k in keys], [operators.signed(k.step) for k in keys]
-        sgld_op(thetas, accumulators if settings.accumulator else (), gradients, streams, steps, settings.text)
+        sgld_op(
+            [t.theta for t in plain],
+            [t.gradient for t in plain],
+            [t.accumulator for t in plain if t.accumulator is not None],
+            [number for t in plain for number in operators.key_bits(t.key)],
+            settings.text,
+        )
     if len(plain) < len(tensors):
         _step_each([t for t in tensors if isinstance(t.theta, QTensor)], settings)
 
 
 @operators.operator("sgld_", mutates=("thetas", "accumulators"))
 def sgld_op(
-    thetas: list[Tensor], accumulators: list[Tensor], gradients: list[Tensor], streams: list[int], steps: list[int],
-    settings: str,
-) -> None:  # fmt: skip
-    """Step plain tensors in place; without accumulators that list is empty. ``settings`` is the text of `StepSettings`."""
-    parsed, tensors = _from_text(settings), []
+    thetas: list[Tensor], gradients: list[Tensor], accumulators: list[Tensor], keys: list[int], settings: str
+) -> None:
+    """Step plain tensors in place. There is an accumulator for each or for none; a key is three numbers.
+
+    ``settings`` is the text of `StepSettings`: schemas know no records, and a step has a dozen settings.
+    """
+    tensors = []
     for i, (theta, gradient) in enumerate(zip(thetas, gradients, strict=True)):
-        key = Key(parsed.seed, streams[i] % 2**64, steps[i] % 2**64)
+        key = operators.key_of(*keys[3 * i : 3 * i + 3])
         tensors.append(TensorStep(theta, gradient, key, accumulators[i] if accumulators else None))
-    _step_each(tensors, parsed)
+    _step_each(tensors, _from_text(settings))
 
 
 @operators.fake("sgld_")
