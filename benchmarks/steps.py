@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 import qlangevin as ql
-from qlangevin import native
-from qlangevin.sampling.step import parameter_key
+from qlangevin.sampling.step import StepSettings, TensorStep, parameter_key, step_tensors
 
 from .timing import WALL, Contestant, Goal, Row, measure
 
@@ -89,15 +88,14 @@ class Chain:
 
 def on_codes(format: str, num_data: int, gradients: list[Tensor]) -> Chain:
     """VC SGLDLP-L on int8 codes. Every other step climbs, so that random gradients do not add up."""
-    parsed, variance = ql.parse(format), 2 * LR * TEMPERATURE / num_data
+    settings = [
+        StepSettings(LR, num_data, TEMPERATURE, WEIGHT_DECAY, gradients=format, maximize=up) for up in (False, True)
+    ]
     packed = [ql.encode(w, format) for w in weights()]
 
     def step(k: int) -> None:
-        jobs = [
-            native.Job(None, q.codes, q.exponents, None, g, parameter_key(0, 0, i, k))
-            for i, (q, g) in enumerate(zip(packed, gradients, strict=True))
-        ]
-        native.sgld(jobs, parsed, parsed, None, "corrected", LR, WEIGHT_DECAY, variance, maximize=k % 2 == 0)
+        tensors = enumerate(zip(packed, gradients, strict=True))
+        step_tensors([TensorStep(q, g, parameter_key(0, 0, i, k)) for i, (q, g) in tensors], settings[k % 2 == 0])
 
     return Chain(step, [q.codes for q in packed] + [q.exponents for q in packed if q.exponents is not None])
 

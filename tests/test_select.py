@@ -1,4 +1,4 @@
-"""Which layers: types, patterns of names, predicates, and what is refused."""
+"""Layers chosen by types, patterns of names and predicates, and rules that are refused."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ def model() -> nn.Module:
         (nn.Module, None, NAMES),
         (nn.Linear, None, ["head"]),
         (nn.modules.conv._ConvNd, None, ["encoder.0", "encoder.2"]),  # a type stands for those derived from it
-        (nn.LSTM, None, []),  # a model without such a layer is a model, not a slip
+        (nn.LSTM, None, []),  # a type that the model has no layer of is no mistake
         ("head", None, ["head"]),
         ("encoder.*", None, ["encoder.0", "encoder.1", "encoder.2"]),
         ("encoder.[02]", None, ["encoder.0", "encoder.2"]),
@@ -69,7 +69,7 @@ def test_the_case_of_letters_counts() -> None:
 
 
 @pytest.mark.parametrize("where", ["layers", "skip"])
-def test_a_pattern_that_fits_nothing_is_a_slip_of_the_pen(where: str) -> None:
+def test_a_pattern_that_matches_no_layer_is_refused(where: str) -> None:
     rules: dict[str, Any] = {"layers": nn.Module, where: ["head", "encodr.*"]}
     with pytest.raises(
         ValueError, match=r"'encodr.\*' fits no layer; layers are named 'encoder', 'encoder.0', .*'head'"

@@ -1,4 +1,4 @@
-"""Which layers: chosen by type, by name pattern or by a predicate."""
+"""Layers of a model, chosen by type, by name pattern or by a predicate."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ Choice: TypeAlias = Rule | Iterable[Rule]
 
 
 def select_modules(model: nn.Module, layers: Choice, skip: Choice | None = None) -> dict[str, nn.Module]:
-    """The modules that a rule of ``layers`` fits and no rule of ``skip``, by name; a shared module once.
+    """Return the modules that match a rule of ``layers`` and none of ``skip``, by name; a shared module once.
 
-    A rule is a type (``nn.Conv2d``), a pattern of names (``"encoder.*"``) or a predicate of name and module. A pattern that
-    fits no module at all is refused: it is a slip of the pen.
+    A rule is a type (``nn.Conv2d``), a pattern of names (``"encoder.*"``) or a predicate of name and module. Raises ValueError if
+    a pattern matches no module.
     """
-    wanted, unwanted = _rules("layers", layers), _rules("skip", () if skip is None else skip)
+    wanted, unwanted = _check_rules("layers", layers), _check_rules("skip", () if skip is None else skip)
     modules = dict(model.named_modules(remove_duplicate=False))
     for rule in [*wanted, *unwanted]:
         if isinstance(rule, str) and not any(fnmatchcase(name, rule) for name in modules):
@@ -29,22 +29,23 @@ def select_modules(model: nn.Module, layers: Choice, skip: Choice | None = None)
             raise ValueError(f"the pattern {rule!r} fits no layer; layers are named {known}, ...")
     chosen = {}
     for name, module in model.named_modules():
-        names = [other for other, same in modules.items() if same is module]  # one of them is enough
-
-        def fits(rules: list[Rule], names: list[str] = names, module: nn.Module = module) -> bool:
-            return any(_fits(rule, name, module) for rule in rules for name in names)
-
-        if fits(wanted) and not fits(unwanted):
+        names = [other for other, same in modules.items() if same is module]  # a match of one of them is enough
+        if _matches_any(wanted, names, module) and not _matches_any(unwanted, names, module):
             chosen[name] = module
     return chosen
 
 
-def _rules(what: str, choice: Choice) -> list[Rule]:
+def _matches_any(rules: list[Rule], names: list[str], module: nn.Module) -> bool:
+    return any(_matches(rule, name, module) for rule in rules for name in names)
+
+
+def _check_rules(what: str, choice: Choice) -> list[Rule]:
+    """Return the rules of a choice as a list; raise TypeError if one is none."""
     single = isinstance(choice, (str, type)) or not isinstance(choice, Iterable)
     rules: list[Any] = [choice] if single else list(cast(Iterable[Rule], choice))
     for rule in rules:
         is_type = isinstance(rule, type) and issubclass(rule, nn.Module)
-        is_predicate = callable(rule) and not isinstance(rule, (type, nn.Module))  # which can be called, but not asked
+        is_predicate = callable(rule) and not isinstance(rule, (type, nn.Module))  # a module can be called, too
         if not (isinstance(rule, str) or is_type or is_predicate):
             got = type(rule).__name__ if isinstance(rule, nn.Module) else repr(rule)
             raise TypeError(
@@ -53,7 +54,7 @@ def _rules(what: str, choice: Choice) -> list[Rule]:
     return rules
 
 
-def _fits(rule: Rule, name: str, module: nn.Module) -> bool:
+def _matches(rule: Rule, name: str, module: nn.Module) -> bool:
     if isinstance(rule, str):
         return fnmatchcase(name, rule)
     if isinstance(rule, type):

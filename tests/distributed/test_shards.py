@@ -21,7 +21,7 @@ from qlangevin._dtensor import local
 from qlangevin.distributed import gathered, shards
 from qlangevin.distributed.shards import QShard
 from qlangevin.quantization.qtensor import QTensor
-from qlangevin.sampling.step import Update, parameter_key, update_codes_
+from qlangevin.sampling.step import StepSettings, TensorStep, parameter_key, step_tensors
 
 STEPS, RANKS = 20, 2
 SETTINGS: dict[str, Any] = {"lr": 0.3, "num_data": 1000, "weight_decay": 1e-3, "gradients": "bfp8", "seed": 5}
@@ -224,6 +224,13 @@ def refusals(rank: int, folder: Path) -> Found:
     with pytest.raises(ValueError, match="its shards cut through blocks of bfp8/tensor"):
         ql.SGLD(matrix.parameters(), **SETTINGS, weights="bfp8/tensor")
     ql.SGLD(matrix.parameters(), **SETTINGS, weights="bfp8/4")
+    for model in (ql.pack(network(), "bfp8"), network()):
+        early = ql.SGLD(model.named_parameters(), **SETTINGS)
+        shards.shard(model)
+        with pytest.raises(
+            ValueError, match=r"parameter '0\.weight': shard\(model\) has put another tensor in its place"
+        ):
+            early.step()
     return {}
 
 
@@ -276,7 +283,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
 
 def reference(model: nn.Module, shards: int) -> dict[str, Tensor]:
     """The chain as the design says it is: gradients averaged, rows of a matrix stepped with the bits of their shard."""
-    s = Update(0.3, 1e-3, 2 * 0.3 / 1000, None, "bfp8")
+    s = StepSettings(0.3, 1000, weight_decay=1e-3, gradients="bfp8")
     for step in range(STEPS):
         losses = [loss_of(model, step, rank) for rank in range(RANKS)]
         gradients = [torch.autograd.grad(loss, list(model.parameters())) for loss in losses]
@@ -284,13 +291,13 @@ def reference(model: nn.Module, shards: int) -> dict[str, Tensor]:
             gradient = torch.stack([g[index] for g in gradients]).sum(0) / RANKS
             q, rows = cast(QTensor, p), -(-p.shape[0] // shards)
             if p.dim() < 2 or shards == 1:
-                update_codes_([q], [], [gradient], s, [parameter_key(5, 0, index, step + 1)])
+                step_tensors([TensorStep(q, gradient, parameter_key(5, 0, index, step + 1))], s)
                 continue
             whole = QShard.over(q.codes, q.exponents, q, q.shape[0])
             for shard, at in enumerate(range(0, p.shape[0], rows)):
                 part = whole.cut(at, min(at + rows, p.shape[0]))
                 key = parameter_key(5, 0, index, step + 1, (shard,))
-                update_codes_([part], [], [gradient[at : at + rows]], s, [key])
+                step_tensors([TensorStep(part, gradient[at : at + rows], key)], s)
     return codes_of(model)
 
 
@@ -422,14 +429,6 @@ def test_formats_whose_rows_cannot_be_told_apart_are_refused() -> None:
         shards.shard(network(), weights="bfp8/tensor")
     with pytest.raises(ValueError, match=r"'3\.weight' cannot be sharded in bfp4: two codes share a byte"):
         shards.shard(ql.pack(network(), "bfp4"))
-
-
-def test_a_model_with_an_optimizer_is_refused() -> None:
-    model = ql.pack(network(), "bfp8")
-    sampler = ql.SGLD(model.parameters(), **SETTINGS)
-    with pytest.raises(ValueError, match="belongs to a SGLD optimizer"):
-        shards.shard(model)
-    assert len(sampler.param_groups) == 1
 
 
 def test_without_processes_there_is_nothing_to_share() -> None:

@@ -1,6 +1,7 @@
 """The kernels against the PyTorch path, bit for bit: every format, rounding, instruction set and number of threads."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 from qlangevin import Key, corrected, encode, native, parse, quantize
 from qlangevin.quantization import laws
 from qlangevin.quantization.operators import Rounding
-from qlangevin.sampling.step import Update, update, update_codes_
+from qlangevin.sampling.step import StepSettings, TensorStep, step_tensors, update
 from tests.helpers.strategies import NAMES
 
 pytestmark = pytest.mark.skipif(not native.available, reason="no compiled kernels")
@@ -102,14 +103,14 @@ def test_codes(name: str) -> None:
 @pytest.mark.parametrize("rounding", ["corrected", "stochastic", "nearest"])
 def test_the_step_on_codes_is_the_step_on_values(name: str, rounding: Rounding, every_level: str) -> None:
     generator = torch.Generator().manual_seed(0)
-    settings = Update(0.1, 1e-3, 1e-4, name, "bfp8", None, rounding)
+    settings = StepSettings(0.1, 2000, weight_decay=1e-3, gradients="bfp8", rounding=rounding)
     theta = encode(torch.randn(50, 129, generator=generator) * 0.3, name)
     for step in range(3):
         gradient = torch.randn(50, 129, generator=generator)
         key = Key(5, 1, step)
         with native.disabled():
             expected = update(theta.decode(), gradient, settings, name, key)
-        update_codes_([theta], [], [gradient], settings, [key])
+        step_tensors([TensorStep(theta, gradient, key)], settings)
         assert torch.equal(theta.decode(), expected)
 
 
@@ -132,13 +133,15 @@ def test_stochastic_rounding_in_the_kernels_arrangement(y: float) -> None:
 
 def test_what_the_kernels_would_misread_is_refused() -> None:
     theta, gradient = torch.zeros(4), torch.zeros(8)
-    for job in (
-        native.Job(theta, None, None, None, gradient, Key(0)),
-        native.Job(theta, None, None, torch.zeros(4, dtype=torch.float64), torch.zeros(4), Key(0)),
-        native.Job(torch.zeros(4, 4).T[0], None, None, None, torch.zeros(4), Key(0)),
+    settings: dict[str, Any] = {"weights": None, "gradients": None, "accumulator": None, "rounding": "corrected"}
+    for step in (
+        TensorStep(theta, gradient, Key(0)),
+        TensorStep(theta, torch.zeros(4), Key(0), torch.zeros(4, dtype=torch.float64)),
+        TensorStep(torch.zeros(4, 4).T[0], torch.zeros(4), Key(0)),
+        TensorStep(encode(theta, "bfp8"), gradient, Key(0)),
     ):
         with pytest.raises(ValueError, match="the kernels need a contiguous"):
-            native.sgld([job], None, None, None, "corrected", 0.1, 0.0, 0.0, False)
+            native.sgld([step], **settings, lr=0.1, weight_decay=0.0, variance=0.0, maximize=False)
 
 
 def test_threads_and_levels_are_named() -> None:

@@ -1,4 +1,4 @@
-"""Learning rates against the formulas they come from, when samples are collected, and going on where a run stopped."""
+"""Learning rates against the formulas they come from, moments of collecting samples, and resuming."""
 
 import json
 import math
@@ -36,7 +36,7 @@ def sgd(lr: Any = 0.1) -> torch.optim.SGD:
 
 
 def chain(lr: float = 0.1, temperature: float = 1.0) -> tuple[nn.Module, SGLD]:
-    """A small model and its sampler, in two groups that differ in both things schedules change."""
+    """Return a small model and its sampler, in two groups that differ in learning rate and temperature."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
     groups: list[dict[str, Any]] = [
@@ -47,16 +47,16 @@ def chain(lr: float = 0.1, temperature: float = 1.0) -> tuple[nn.Module, SGLD]:
 
 
 def run(model: nn.Module, sampler: SGLD, schedule: Schedule, steps: int) -> list[Any]:
-    """What the groups held before each step, the weights after it, and whether they are a sample."""
+    """Return for each step lr and temperature of the groups before it, the weights after it, and whether they are a sample."""
     x, seen = torch.arange(6.0).view(2, 3) / 3, []
     for _ in range(steps):
-        held = [(group["lr"], group["temperature"]) for group in sampler.param_groups]
+        used = [(group["lr"], group["temperature"]) for group in sampler.param_groups]
         sampler.zero_grad()
         model(x).square().mean().backward()
         sampler.step()
         schedule.step()
         weights = torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
-        seen.append((held, weights, schedule.collect, schedule.get_last_lr()))
+        seen.append((used, weights, schedule.collect, schedule.get_last_lr()))
     return seen
 
 
@@ -130,7 +130,7 @@ def test_groups_get_their_own_learning_rate() -> None:
     model, sampler = chain(lr=0.4)
     schedule = CyclicalLR(sampler, 4, 2, 1, exploration=0.5)
     seen = run(model, sampler, schedule, 4)
-    assert [held for held, *_ in seen] == [[(0.4 * f, 1.0), (0.8 * f, 0.5)] for f in (1.0, 0.5, 1.0, 0.5)]
+    assert [used for used, *_ in seen] == [[(0.4 * f, 1.0), (0.8 * f, 0.5)] for f in (1.0, 0.5, 1.0, 0.5)]
     assert [collect for _, _, collect, _ in seen] == [False, True, False, True]
 
 
@@ -211,7 +211,7 @@ def test_exploration_has_its_own_temperature() -> None:
     model, sampler = chain()
     schedule = CyclicalLR(sampler, 10, 2, 1, exploration=0.6, exploration_temperature=0)
     seen = run(model, sampler, schedule, 10)
-    temperatures = [[temperature for _, temperature in held] for held, *_ in seen]
+    temperatures = [[temperature for _, temperature in used] for used, *_ in seen]
     assert temperatures == 2 * (3 * [[0.0, 0.0]] + 2 * [[1.0, 0.5]])  # mod(k - 1, 5) / 5 < 0.6
     assert [group["temperature"] for group in sampler.param_groups] == [1.0, 0.5]
 
@@ -241,7 +241,7 @@ def test_exploration_temperature_needs_temperatures() -> None:
         CyclicalLR([], 10, 2, 1, exploration_temperature=0)  # type: ignore[arg-type]
 
 
-# --- going on ---
+# --- resuming ---
 
 
 @every_schedule
@@ -268,7 +268,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(name: str, order: str) -> Non
 
 
 @every_schedule
-def test_a_schedule_alone_tells_the_groups(name: str) -> None:
+def test_loading_a_schedule_sets_the_groups(name: str) -> None:
     for stop in range(STEPS + 1):
         model, sampler = chain()
         schedule = SCHEDULES[name](sampler)
@@ -343,7 +343,7 @@ def test_a_state_of_torchs_own_schedule_is_refused() -> None:
 
 
 @every_schedule
-def test_there_is_an_end(name: str) -> None:
+def test_no_step_beyond_the_last(name: str) -> None:
     model, sampler = chain()
     schedule = SCHEDULES[name](sampler)
     run(model, sampler, schedule, STEPS)

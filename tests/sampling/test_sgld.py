@@ -1,4 +1,4 @@
-"""SGLD as a citizen of torch.optim, and as the paper's table of methods."""
+"""SGLD as an optimizer of torch, and as the paper's table of methods."""
 
 import copy
 import io
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from qlangevin import SGLD, BlockFloat, Key, corrected, native, parse, quantize
 from qlangevin.quantization import random
-from qlangevin.sampling.step import parameter_key, sgld_op
+from qlangevin.sampling.step import StepSettings, parameter_key, sgld_op
 
 # The paper's methods are settings.
 METHODS: dict[str, dict[str, Any]] = {
@@ -120,7 +120,7 @@ def test_the_noise_has_variance_2_lr_t_over_n() -> None:
 
 @pytest.mark.parametrize("method", ["VC SGLDLP-L", "SGLDLP-F", "8 bits over 16"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_continuing_after_a_load_equals_not_having_stopped(method: str, dtype: torch.dtype) -> None:
+def test_loading_a_state_resumes_the_chain_bit_for_bit(method: str, dtype: torch.dtype) -> None:
     def start() -> tuple[nn.Module, Tensor, Tensor, SGLD]:
         model, x, y = problem()
         model = model.to(dtype)
@@ -325,23 +325,8 @@ def test_autograd_notices_that_parameters_changed() -> None:
 
 def test_the_step_is_an_operator_that_keeps_torchs_rules() -> None:
     theta, gradient = quantize(torch.randn(4, 3), "bfp8"), torch.randn(4, 3)
-    arguments: tuple[Any, ...] = (
-        [theta],
-        [],
-        [gradient],
-        0.1,
-        0.0,
-        1e-3,
-        "bfp8",
-        None,
-        None,
-        "corrected",
-        "exact",
-        False,
-        0,
-        [0],
-        [1],
-    )
+    text = StepSettings(0.1, 200, weights="bfp8").text
+    arguments: tuple[Any, ...] = ([theta], [gradient], [], [0, 0, 1], text)
     torch.library.opcheck(sgld_op, arguments, test_utils=["test_schema", "test_faketensor"])
 
 
@@ -392,11 +377,11 @@ def test_weights_loaded_after_construction_are_not_undone() -> None:
             p.fill_(value)
         sampler.step()
         assert torch.equal(p, torch.full((2, 3), value))
-    held = sampler.state[p]["accumulator"].add_(0.001).clone()  # what the weights are too coarse for is kept
+    kept = sampler.state[p]["accumulator"].add_(0.001).clone()  # below the weights' precision, and kept
     with torch.no_grad():
         p.copy_(p.clone())
     sampler.step()
-    assert torch.equal(sampler.state[p]["accumulator"], held)
+    assert torch.equal(sampler.state[p]["accumulator"], kept)
 
 
 def test_the_printed_algorithm_with_an_accumulator_is_unbiased() -> None:
@@ -427,7 +412,7 @@ def test_seeds_and_parameters_differ_and_repeat() -> None:
     assert Key(1).fold(0) != Key(1).fold(1)
 
 
-def test_a_state_of_before_there_were_streams_goes_on() -> None:
+def test_a_state_saved_before_there_were_streams_is_of_the_first() -> None:
     p = nn.Parameter(torch.zeros(5))
     sampler = SGLD([p], 0.1, 100, stream=7)
     state = sampler.state_dict()

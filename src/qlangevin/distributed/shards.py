@@ -25,7 +25,7 @@ from .. import lowering
 from .._select import Choice, select_modules
 from ..quantization.formats import Format, check_holds, parse
 from ..quantization.qtensor import QTensor
-from ..sampling.packing import check_owners, replace_parameters
+from ..sampling.replacing import mark_replaced, refer_to_parameters, replace_parameters
 
 __all__ = ["QShard", "joined", "place", "shard"]
 
@@ -161,12 +161,12 @@ def shard(
     format = None if weights is None else parse(weights)
     whole = {p for name, p in model.named_parameters() if _stays_whole(name, p, format)}
     chosen = _groups(model, layers, skip)
-    check_owners(list(model.named_parameters()))
+    old = refer_to_parameters(model)
     mesh = _mesh_for(model) if mesh is None else mesh
     _begin_alike(model, mesh)
     lowering.set_replica(model, place(mesh))
     parts = [p for p in model.parameters() if isinstance(p, QTensor) and p not in whole]
-    replace_parameters(model, {id(p): nn.Parameter(_alias(p), p.requires_grad) for p in parts})
+    replace_parameters(model, {id(p): nn.Parameter(_alias(p), p.requires_grad) for p in parts}, by="shard")
     del parts  # their codes are free as soon as they have been handed out
     for p in whole:
         if p.requires_grad:
@@ -174,6 +174,7 @@ def shard(
     for module in [*reversed(chosen), cast(nn.Module, model)]:
         if any(p not in whole for p in module.parameters()):
             fully_shard(module, mesh=mesh, reshard_after_forward=reshard_after_forward, ignored_params=whole, **options)
+    mark_replaced(old, model, by="shard")
     return model
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .. import native
-from ..quantization import operators, random
+from ..quantization import random
 from ..quantization.formats import parse
 from ..quantization.random import Key
 from .memory_order import block_order, memory_order, quantize_in_memory_order, reorder_dims

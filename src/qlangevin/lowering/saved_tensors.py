@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ..quantization.codes import empty_codes, encode_exactly, decode_values
+from ..quantization.codes import decode_values, empty_codes, encode_exactly
 from ..quantization.formats import Format
 from .memory_order import memory_order, reorder_dims, restore_dims
 from .patches import Patch

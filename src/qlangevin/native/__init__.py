@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import NamedTuple, cast, get_args
+from typing import Any, NamedTuple, cast, get_args
 
 import torch
 from torch import Tensor
@@ -173,37 +173,46 @@ def first_not_finite(tensors: list[Tensor]) -> int:
     return int(kernels.first_not_finite(addresses, numels, torch.get_num_threads()))
 
 
-class Job(NamedTuple):
-    """One tensor of an SGLD step, contiguous: its values or its codes, and what else the step reads and writes."""
+class TensorStep(NamedTuple):
+    """One tensor of a step: all that the step reads and writes of it, on either path. What is optional comes last."""
 
-    values: Tensor | None
-    codes: Tensor | None
-    exponents: Tensor | None
-    accumulator: Tensor | None
+    theta: Tensor  # numbers, or a QTensor
     gradient: Tensor
     key: Key
+    accumulator: Tensor | None = None  # takes the update in theta's place; then theta = Q_W(accumulator)
 
 
 def sgld(
-    jobs: list[Job], weights: Format | None, gradients: Format | None, accumulator: Format | None, rounding_: str,
-    lr: float, weight_decay: float, variance: float, maximize: bool,
+    tensors: Sequence[TensorStep], *, weights: Format | None, gradients: Format | None, accumulator: Format | None,
+    rounding: str, lr: float, weight_decay: float, variance: float, maximize: bool,
 ) -> None:  # fmt: skip
-    """One SGLD step of several float32 tensors, in place, in one call; their keys share the seed."""
-    for job in jobs:
-        _require(torch.float32, job.gradient.shape, job.values, job.accumulator, job.gradient)
-        if job.codes is not None:
-            _require(job.codes.dtype, job.gradient.shape, job.codes)
-    tensors = [
-        (
-            _address(job.values), _address(job.codes), _address(job.exponents),
-            job.codes.itemsize if job.codes is not None else 0, _address(job.accumulator), _address(job.gradient),
-            job.gradient.numel(), grid(weights, job.gradient.shape), grid(gradients, job.gradient.shape),
-            grid(accumulator, job.gradient.shape), job.key.stream, job.key.step,
-        )
-        for job in jobs
-    ]  # fmt: skip
-    seed, threads = jobs[0].key.seed, torch.get_num_threads()
-    kernels.sgld(tensors, seed, _ROUNDINGS[rounding_], lr, weight_decay, variance, maximize, threads)
+    """Take one SGLD step of several tensors in place, in one call; see `qlangevin.sampling.step` for the equation.
+
+    Tensors are contiguous and float32, or codes with a byte or more for each; a QTensor has a format of its own in place of
+    ``weights``.
+    """
+    kernels.sgld(
+        [_kernel_step(t, weights, gradients, accumulator) for t in tensors],
+        rounding=_ROUNDINGS[rounding], lr=lr, weight_decay=weight_decay, variance=variance, maximize=maximize,
+        threads=torch.get_num_threads(),
+    )  # fmt: skip
+
+
+def _kernel_step(
+    t: TensorStep, weights: Format | None, gradients: Format | None, accumulator: Format | None
+) -> kernels.Step:
+    shape, packed = t.gradient.shape, cast(Any, t.theta if hasattr(t.theta, "codes") else None)
+    theta, codes, exponents = (t.theta, None, None) if packed is None else (None, packed.unpacked(), packed.exponents)
+    _require(torch.float32, shape, theta, t.accumulator, t.gradient)
+    if codes is not None:
+        _require(codes.dtype, shape, codes)
+    return kernels.Step(
+        theta=_address(theta), codes=_address(codes), exponents=_address(exponents),
+        code_bytes=0 if codes is None else codes.itemsize, accumulator=_address(t.accumulator),
+        gradient=t.gradient.data_ptr(), numel=t.gradient.numel(), seed=t.key.seed, stream=t.key.stream, step=t.key.step,
+        weights=grid(weights if packed is None else packed.format, shape), gradients=grid(gradients, shape),
+        accumulators=grid(accumulator, shape),
+    )  # fmt: skip
 
 
 def _require(dtype: torch.dtype, shape: torch.Size, *tensors: Tensor | None) -> None:

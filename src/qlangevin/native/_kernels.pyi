@@ -19,6 +19,25 @@ class Grid:
         size: int,
     ) -> None: ...
 
+class Step:
+    def __init__(
+        self,
+        *,
+        theta: int,
+        codes: int,
+        exponents: int,
+        code_bytes: int,
+        accumulator: int,
+        gradient: int,
+        numel: int,
+        weights: Grid,
+        gradients: Grid,
+        accumulators: Grid,
+        seed: int,
+        stream: int,
+        step: int,
+    ) -> None: ...
+
 def levels() -> list[str]: ...
 def level() -> str: ...
 def use_level(name: str, /) -> None: ...
@@ -42,15 +61,7 @@ def quantize(
     threads: int,
 ) -> bool: ...
 def sgld(
-    tensors: list[tuple[int, int, int, int, int, int, int, Grid, Grid, Grid, int, int]],
-    seed: int,
-    rounding: int,
-    lr: float,
-    weight_decay: float,
-    variance: float,
-    maximize: bool,
-    threads: int,
-    /,
+    steps: list[Step], *, rounding: int, lr: float, weight_decay: float, variance: float, maximize: bool, threads: int
 ) -> None: ...
 def encode(
     *, values: int, codes: int, exponents: int, code_bytes: int, numel: int, grid: Grid, threads: int

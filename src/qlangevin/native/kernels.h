@@ -43,14 +43,16 @@ struct Quantize {
     Codes codes;             // of the result, if not null
 };
 
-// One tensor of an SGLD step: theta' = Q(theta - lr (Q_G(g) + wd theta), variance).
+// One tensor of an SGLD step: theta' = Q(theta - lr (Q_G(g) + wd theta), variance). Addresses of what is absent are null.
 struct Step {
-    float *theta;        // values, or null if `codes` hold them
+    float *theta;  // numbers, or null if `codes` hold them
     Codes codes;
-    float *accumulator;  // updated in theta's place if not null; then theta = Q_W(accumulator)
+    float *accumulator;  // takes the update in theta's place; then theta = Q_W(accumulator)
     const float *gradient;
+    int64_t numel;
     Grid weights, gradients, accumulators;
     Source source;
+    // the same for all tensors of a call
     Rounding rounding;
     float lr, weight_decay, variance;
     bool maximize;

@@ -14,6 +14,7 @@
 #include "parallel.h"
 
 namespace nb = nanobind;
+using namespace nb::literals;
 using namespace qlangevin;
 
 namespace qlangevin {
@@ -101,27 +102,17 @@ bool quantize(uint64_t x, uint64_t out, int64_t numel, const Grid &grid, int rou
     return plan.all(threads, [&](const Range &r) { return kernels->quantize(job, r.begin, r.end); });
 }
 
-// A tensor is (theta, codes, exponents, bytes of a code, accumulator, gradient, numel, weights, gradients, accumulators,
-// stream, step).
-void sgld(const nb::list &tensors, uint64_t seed, int rounding, float lr, float weight_decay, float variance, bool maximize,
-          int threads) {
+void sgld(std::vector<Step> steps, int rounding, float lr, float weight_decay, float variance, bool maximize, int threads) {
     Plan plan;
-    std::vector<Step> jobs;
-    for (const nb::handle item : tensors) {
-        const nb::tuple t = nb::cast<nb::tuple>(item);
-        auto address = [&](size_t i) { return nb::cast<uint64_t>(t[i]); };
-        const Grid weights = nb::cast<Grid>(t[7]), gradients = nb::cast<Grid>(t[8]), accumulators = nb::cast<Grid>(t[9]);
-        const Codes codes{pointer<void>(address(1)), pointer<int8_t>(address(2)), nb::cast<int32_t>(t[3])};
-        jobs.push_back({pointer<float>(address(0)), codes, pointer<float>(address(4)), pointer<const float>(address(5)),
-                        weights, gradients, accumulators, source(seed, address(10), address(11)), Rounding(rounding), lr,
-                        weight_decay, variance, maximize});
-        plan.add(nb::cast<int64_t>(t[6]), unit({&weights, &gradients, &accumulators}));
+    for (Step &s : steps) {
+        s.rounding = Rounding(rounding), s.lr = lr, s.weight_decay = weight_decay, s.variance = variance, s.maximize = maximize;
+        plan.add(s.numel, unit({&s.weights, &s.gradients, &s.accumulators}));
     }
     plan.run(threads, [&] {
         return [&, scratch = std::unique_ptr<float[]>(), size = int64_t(0)](const Range &r) mutable {
             const int64_t needed = 2 * (r.end - r.begin);
             if (needed > size) scratch.reset(new float[size_t(size = needed)]);
-            kernels->step(jobs[r.tensor], r.begin, r.end, scratch.get());
+            kernels->step(steps[r.tensor], r.begin, r.end, scratch.get());
         };
     });
 }
@@ -204,13 +195,29 @@ NB_MODULE(_kernels, m) {
             new (grid) Grid{kind, shift, min_gap, max_gap, top, low, high, line, size};
         },
         nb::kw_only(), "kind"_a, "shift"_a, "min_gap"_a, "max_gap"_a, "top"_a, "low"_a, "high"_a, "line"_a, "size"_a);
+    nb::class_<Step>(m, "Step").def(
+        "__init__",
+        [](Step *self, uint64_t theta, uint64_t codes, uint64_t exponents, int code_bytes, uint64_t accumulator, uint64_t gradient,
+           int64_t numel, const Grid &weights, const Grid &gradients, const Grid &accumulators, uint64_t seed, uint64_t stream,
+           uint64_t step) {
+            Step *s = new (self) Step{};
+            s->theta = pointer<float>(theta);
+            s->codes = {pointer<void>(codes), pointer<int8_t>(exponents), code_bytes};
+            s->accumulator = pointer<float>(accumulator);
+            s->gradient = pointer<const float>(gradient);
+            s->numel = numel;
+            s->weights = weights, s->gradients = gradients, s->accumulators = accumulators;
+            s->source = source(seed, stream, step);
+        },
+        nb::kw_only(), "theta"_a, "codes"_a, "exponents"_a, "code_bytes"_a, "accumulator"_a, "gradient"_a, "numel"_a, "weights"_a,
+        "gradients"_a, "accumulators"_a, "seed"_a, "stream"_a, "step"_a);
     m.def("levels", &levels);
     m.def("level", [] { return std::string(kernels->name); });
     m.def("use_level", &use_level);
     m.def("quantize", &quantize, nb::kw_only(), "x"_a, "out"_a, "numel"_a, "grid"_a, "rounding"_a, "seed"_a, "stream"_a, "step"_a,
           "purpose"_a, "variance"_a = 0.0f, "variances"_a = 0, "positive"_a = 0, "codes"_a = 0, "exponents"_a = 0,
           "code_bytes"_a = 0, "threads"_a);
-    m.def("sgld", &sgld);
+    m.def("sgld", &sgld, "steps"_a, nb::kw_only(), "rounding"_a, "lr"_a, "weight_decay"_a, "variance"_a, "maximize"_a, "threads"_a);
     m.def("encode", &encode, nb::kw_only(), "values"_a, "codes"_a, "exponents"_a, "code_bytes"_a, "numel"_a, "grid"_a, "threads"_a);
     m.def("decode", &decode, nb::kw_only(), "values"_a, "codes"_a, "exponents"_a, "code_bytes"_a, "numel"_a, "grid"_a, "threads"_a);
     m.def("relu_with_codes", &relu_with_codes, nb::kw_only(), "x"_a, "out"_a, "codes"_a, "exponents"_a, "code_bytes"_a, "numel"_a,

@@ -19,7 +19,7 @@ from .formats import FORMATS, Format, parse
 from .operators import Rounding
 from .random import Key
 
-__all__ = ["QTensor", "decoded", "encode", "encode_on_grid"]
+__all__ = ["QTensor", "decoded", "encode", "encode_on_grid", "encode_rounded"]
 
 
 class QTensor(torch.Tensor):
@@ -167,9 +167,13 @@ def decoded(t: Tensor) -> Tensor:
 def encode(x: Tensor, format: str | Format, rounding: Rounding = "nearest", key: Key | None = None) -> QTensor:
     """Round x to a format and return its codes. Numbers already on the grid are not changed: decoding gives back x."""
     parsed = parse(format)
-    values = operators.quantize(x.detach(), parsed, rounding, key).to(torch.float32).contiguous()
-    codes, exponents = encode_op(values, str(parsed))
-    return _from_codes(codes, exponents, parsed, x)
+    return encode_rounded(operators.quantize(x.detach(), parsed, rounding, key), parsed)
+
+
+def encode_rounded(x: Tensor, format: Format) -> QTensor:
+    """Return the codes of numbers that were rounded to the format; they are not rounded again."""
+    codes, exponents = encode_op(x.to(torch.float32).contiguous(), str(format))
+    return _from_codes(codes, exponents, format, x)
 
 
 def encode_on_grid(x: Tensor, format: Format) -> QTensor | None:

@@ -1,6 +1,6 @@
-"""Batches in an order that is a pure function of (seed, stream, epoch), from a loader that knows how far it is.
+"""Batches in an order that is a pure function of (seed, stream, epoch), from a loader that counts them.
 
-Hence a resumed run sees exactly the batches that the interrupted one did not.
+A resumed run gets exactly the batches that the interrupted one had not yet got.
 """
 
 from __future__ import annotations
@@ -16,31 +16,31 @@ from ..quantization.random import Key
 
 __all__ = ["Loader"]
 
-ORDER, WORKERS = range(2)  # what a generator is for
+ORDER, WORKERS = range(2)  # purposes of generators
 
 
 class Loader(DataLoader[Any]):
-    """A torch DataLoader that can go on where it stopped.
+    """A torch DataLoader that can be resumed in the middle of an epoch.
 
-    Iterating goes through the rest of the current epoch. A batch counts as soon as it is handed out, whatever workers have
-    fetched ahead; with the last one the next epoch begins. A loop that was left goes on, when begun again, after the last
-    batch it was given. Only the newest iterator counts: an older one raises RuntimeError.
+    Iterating yields the rest of the current epoch. A batch counts as done when the caller gets it, whatever workers have
+    fetched ahead; after the last one the next epoch begins. After a loop was left, the next one resumes behind the last batch
+    that the caller got. Only the newest iterator counts: an older one raises RuntimeError.
 
-    The order does not depend on torch's global generator, nor change it, nor on the number of workers. Random augmentation
-    does: to be the same after a resume it must itself be a function of seed, epoch and index. A dataset that has a method
-    ``set_epoch`` is told the epoch of its own loader before each batch, even if several loaders share it; workers get a copy
-    that was told when they were started.
+    The order neither depends on torch's global generator nor changes it, and does not depend on the number of workers. Random
+    augmentation does: to be the same after a resume it must itself be a function of seed, epoch and index. If the dataset has a
+    method ``set_epoch``, the loader calls it with its own epoch before each batch, even if several loaders share the dataset;
+    workers get a copy of the dataset on which it was called when they were started.
 
     Args:
         dataset: has a length, and examples by index.
-        batch_size: how many of them to a batch.
+        batch_size: number of examples in a batch.
         shuffle: a new order in every epoch; otherwise the dataset's own.
         drop_last: leave out the last batch of an epoch if it is smaller.
         seed: of the order.
-        stream: tells chains apart that share a seed.
-        rank, ranks: of processes that compute a step together. ``batch_size`` counts for all of them; each is handed its part,
-            and `share` says by how much its mean loss counts.
-        options: others of torch's DataLoader, such as ``num_workers`` and ``collate_fn``.
+        stream: distinguishes chains that share a seed.
+        rank, ranks: of processes that compute a step together. ``batch_size`` counts for all of them; each gets its part, and
+            `share` is the weight of its mean loss.
+        options: further ones of torch's DataLoader, such as ``num_workers`` and ``collate_fn``.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Loader(DataLoader[Any]):
         self._options = dict(options)
         options["generator"] = self._order.generator(WORKERS)
         super().__init__(dataset, batch_size, sampler=self._order, drop_last=bool(drop_last), **options)
-        if self._ranks > 1:  # torch lets nobody set this one, but it is where batches come from
+        if self._ranks > 1:  # torch refuses to set the attribute that batches come from
             self.__dict__["batch_sampler"] = _Parts(self.batch_sampler, self._rank, self._ranks)
         if len(self) == 0:
             raise ValueError(
@@ -84,17 +84,17 @@ class Loader(DataLoader[Any]):
 
     @property
     def epoch(self) -> int:
-        """How many epochs are done."""
+        """Number of epochs done."""
         return self._order.epoch
 
     @property
     def position(self) -> int:
-        """How many batches of the current epoch are done."""
+        """Number of batches of the current epoch done."""
         return self._order.position
 
     @property
     def steps(self) -> int:
-        """How many batches are done in all."""
+        """Number of batches done in all."""
         return self.epoch * len(self) + self.position
 
     def _share(self, position: int) -> float:
@@ -106,15 +106,15 @@ class Loader(DataLoader[Any]):
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch promises one of its private iterators
         self._newest += 1
         self.generator = self._order.generator(WORKERS)  # the workers' seeds are drawn from it
-        self._tell(self.epoch)
+        self._set_epoch(self.epoch)
         return _Rest(self, self._newest, super().__iter__())
 
-    def _tell(self, epoch: int) -> None:
+    def _set_epoch(self, epoch: int) -> None:
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
 
     def until(self, steps: int) -> Iterator[Any]:
-        """Batches, epoch after epoch, until that many are done in all: ``for x, y in loader.until(schedule.total_steps)``."""
+        """Yield batches until that many are done in all, over epochs: ``for x, y in loader.until(schedule.total_steps)``."""
         while self.steps < steps:
             for batch in self:
                 yield batch
@@ -122,7 +122,7 @@ class Loader(DataLoader[Any]):
                     return
 
     def untouched(self) -> Loader:
-        """Another loader of the same data, from the beginning: to go through it does not move this one."""
+        """Return another loader of the same data, at its beginning; iterating it does not move this one."""
         order = self._order
         return Loader(
             self.dataset,
@@ -137,7 +137,7 @@ class Loader(DataLoader[Any]):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the loader is, in JSON's types."""
+        """Return the position of the loader and what its order depends on, in JSON's types."""
         order = self._order
         return {
             "epoch": order.epoch, "position": order.position, "seed": order.key.seed, "stream": order.key.stream,
@@ -145,15 +145,20 @@ class Loader(DataLoader[Any]):
         }  # fmt: skip
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on where a saved loader stopped. A state of one with another order is refused."""
-        here, state_dict = self.state_dict(), {"stream": 0, **state_dict}  # it may be of before there were streams
+        """Resume a saved loader. Raises ValueError for the state of one with another order."""
+        here, state_dict = (
+            self.state_dict(),
+            {"stream": 0, **state_dict},
+        )  # states saved before there were streams have none
         if missing := [name for name in here if name not in state_dict]:
             raise ValueError(f"this is not the state of a Loader: it has no {', '.join(missing)}")
-        moving = ("epoch", "position")
-        there, mine = ({name: state[name] for name in here if name not in moving} for state in (state_dict, here))
+        position_names = ("epoch", "position")
+        there, mine = (
+            {name: state[name] for name in here if name not in position_names} for state in (state_dict, here)
+        )
         if wrong := describe_differences(there, mine):
             raise ValueError(f"the state is of a loader with another order: {', '.join(wrong)}")
-        epoch, position = (check_integer(name, state_dict[name], 0) for name in ("epoch", "position"))
+        epoch, position = (check_integer(name, state_dict[name], 0) for name in position_names)
         if position >= len(self):
             raise ValueError(f"position must be less than {len(self)}, the batches of an epoch, got {position}")
         self._order.epoch, self._order.position = epoch, position
@@ -184,7 +189,7 @@ class _Order:
 
 
 class _Parts:
-    """The part of each batch that is one rank's."""
+    """The part of each batch that one rank computes."""
 
     def __init__(self, batches: Any, rank: int, ranks: int) -> None:
         self.batches, self.rank, self.ranks = batches, rank, ranks
@@ -195,16 +200,16 @@ class _Parts:
     def __iter__(self) -> Iterator[list[int]]:
         for batch in self.batches:
             begin, end = _part(len(batch), self.rank, self.ranks)
-            yield batch[begin:end] or batch[:1]  # all ranks must compute something, if only to count for nothing
+            yield batch[begin:end] or batch[:1]  # all ranks must compute something; this one's share is then 0
 
 
 def _part(examples: int, rank: int, ranks: int) -> tuple[int, int]:
-    """Where the part of a batch that is one rank's begins and ends: parts differ by one example at most, later are smaller."""
+    """Return begin and end of a rank's part of a batch: parts differ by one example at most, later ones are smaller."""
     return -(-rank * examples // ranks), -(-(rank + 1) * examples // ranks)
 
 
 class _Rest:
-    """Hands out the rest of an epoch and counts."""
+    """An iterator over the rest of an epoch that counts batches."""
 
     def __init__(self, loader: Loader, number: int, batches: Iterator[Any]) -> None:
         self.loader, self.number, self.batches, self.epoch = loader, number, batches, loader.epoch
@@ -218,12 +223,12 @@ class _Rest:
             raise RuntimeError("this iterator has been overtaken: the loader was iterated anew, loaded or failed since")
         try:
             if loader.num_workers == 0:
-                loader._tell(self.epoch)  # another loader of the same dataset may have told it its own
+                loader._set_epoch(self.epoch)  # another loader of the same dataset may have set its own
             batch = next(self.batches)
         except StopIteration:
             raise
         except BaseException:
-            loader._newest += 1  # torch would go on after the batch that failed; a new iterator begins with it
+            loader._newest += 1  # torch would continue behind the batch that failed; a new iterator begins with it
             raise
         loader.share = loader._share(order.position)
         epochs, order.position = divmod(order.position + 1, len(loader))

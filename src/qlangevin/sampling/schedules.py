@@ -1,15 +1,15 @@
 """Learning-rate schedules that also say when to collect a sample.
 
-Each is a torch scheduler, stepped once after every step of the sampler::
+Each is a torch scheduler, which the caller steps once after every step of the sampler::
 
     sampler.step()
     schedule.step()
     if schedule.collect:
         store.append(model)
 
-After e = ``last_epoch`` steps the groups hold the learning rate of step e + 1: the initial one times ``factor(e)``. Nothing is
-chained from the step before, so a run can be resumed at any of them. A fraction of K steps is reached at the first e with
-e / K >= fraction.
+After e = ``last_epoch`` steps the groups hold the learning rate of step e + 1: the initial one times ``factor(e)``. It follows
+from e alone, so a run can be resumed at any step. A fraction of K steps is reached at the first e with e / K >= fraction; steps
+are counted in integers, so that nothing drifts.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ import copy
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
+from fractions import Fraction
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any, TypeAlias
 
@@ -26,7 +28,6 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import Optimizer
 
 from .._validate import check_fraction, check_integer, check_number, describe_differences
-from .moments import after_burn_in, part_of, spread
 
 __all__ = ["ConstantLR", "CyclicalLR", "LinearDecayLR", "Schedule", "StepDecayLR"]
 
@@ -34,13 +35,13 @@ Json: TypeAlias = "int | float | str | list[Json] | None"
 
 
 class Schedule(LRScheduler, ABC):
-    """What all schedules have in common.
+    """A learning rate as a function of the step, and the moments to collect samples.
 
     Args:
         optimizer: whose groups' learning rates to set.
-        moments: after how many steps to collect a sample, in rising order.
-        total_steps: how many steps there are.
-        arguments: the others the schedule is made from, as JSON; for `settings`.
+        moments: numbers of steps after which to collect a sample, in rising order.
+        total_steps: the number of steps.
+        arguments: the schedule's other arguments as JSON, for `settings`.
     """
 
     _bases: tuple[str, ...] = ("base_lrs",)  # attributes with a number for each group, saved with the state
@@ -54,30 +55,30 @@ class Schedule(LRScheduler, ABC):
 
     @abstractmethod
     def factor(self, step: int) -> float:
-        """What the initial learning rates are multiplied by when ``step`` steps are done."""
+        """Return the factor of the initial learning rates when ``step`` steps are done."""
 
     @property
     def samples(self) -> int:
-        """How many samples are collected in all."""
+        """Number of samples that are collected in all."""
         return len(self.moments)
 
     @property
     def collect(self) -> bool:
-        """Whether the weights as they are now are to be kept as a sample."""
+        """True if the present weights are to be kept as a sample."""
         return self.last_epoch in self._moments
 
     def settings(self) -> dict[str, Json]:
-        """What this schedule is, for a manifest."""
+        """Return the name and the arguments of the schedule, for a manifest."""
         arguments = copy.deepcopy(self._arguments)
         return {"schedule": type(self).__name__, "total_steps": self.total_steps, **arguments}
 
     def get_lr(self) -> list[float | Tensor]:
-        """The learning rate of each group for the next step."""
+        """Return the learning rate of each group for the next step."""
         factor = self.factor(self.last_epoch)
         return [float(lr) * factor for lr in self.base_lrs]
 
     def step(self, epoch: int | None = None) -> None:
-        """Go on by one step. Beyond ``total_steps`` it raises ValueError, and nothing has changed."""
+        """Advance by one step. Beyond ``total_steps`` it raises ValueError, and nothing has changed."""
         after = self.last_epoch + 1 if epoch is None else epoch
         if not 0 <= after <= self.total_steps:
             raise ValueError(f"total_steps={self.total_steps}, so there is no step {after}; make a longer schedule")
@@ -85,24 +86,24 @@ class Schedule(LRScheduler, ABC):
         self._set_temperatures()
 
     def _set_temperatures(self) -> None:
-        """Most schedules leave them alone."""
+        """Set the groups' temperatures; schedules that have none to set leave them alone."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the schedule is, in JSON's types."""
+        """Return the position of the schedule and its settings, in JSON's types."""
         bases = {name: [float(value) for value in getattr(self, name)] for name in self._bases}
         return {"last_epoch": self.last_epoch, **bases, "settings": self.settings()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on where a saved schedule stopped, and tell the optimizer's groups. A state of another one is refused."""
+        """Resume a saved schedule and set the optimizer's groups. Raises ValueError for the state of another schedule."""
         self._check_state(state_dict)
         for name in self._bases:
             setattr(self, name, [float(value) for value in state_dict[name]])
         self.last_epoch = state_dict["last_epoch"]
-        self._step_count = self.last_epoch + 1  # torch counts its first, silent step
+        self._step_count = self.last_epoch + 1  # torch counts the step it takes at construction
         groups = self.optimizer.param_groups
         for group, base, lr in zip(groups, self.base_lrs, self.get_lr(), strict=True):
             for name, value in (("initial_lr", base), ("lr", lr)):
-                if isinstance(group.get(name), Tensor):  # may be captured in a graph, so it stays the same tensor
+                if isinstance(group.get(name), Tensor):  # a compiled graph may refer to this tensor
                     group[name].fill_(value)
                 else:
                     group[name] = value
@@ -125,17 +126,17 @@ class Schedule(LRScheduler, ABC):
 
 
 class ConstantLR(Schedule):
-    """The same learning rate throughout.
+    """A constant learning rate.
 
     Args:
         optimizer: whose groups' learning rates to set.
-        total_steps: K, how many steps there are.
-        samples: how many to collect, evenly spaced over the steps after the burn-in, the last at the end; 0 for none.
+        total_steps: K, the number of steps.
+        samples: the number to collect, evenly spaced over the steps after the burn-in, the last at the end; 0 for none.
         burn_in: the fraction of the steps before the first sample can be collected.
     """
 
     def __init__(self, optimizer: Optimizer, total_steps: int, samples: int, *, burn_in: float = 0.5) -> None:
-        super().__init__(optimizer, **after_burn_in(total_steps, samples, burn_in))
+        super().__init__(optimizer, **_plan_after_burn_in(total_steps, samples, burn_in))
 
     def factor(self, step: int) -> float:
         return 1.0
@@ -151,8 +152,8 @@ class LinearDecayLR(Schedule):
     Args:
         optimizer, total_steps, samples, burn_in: as of `ConstantLR`.
         flat_until: the fraction of the steps with the full learning rate.
-        decayed_at: the fraction after which it has come down.
-        final: to how much of the initial one it comes down.
+        decayed_at: the fraction after which it is final.
+        final: the final learning rate as a fraction of the initial one.
     """
 
     def __init__(
@@ -174,7 +175,7 @@ class LinearDecayLR(Schedule):
         if self.flat_until > self.decayed_at:
             raise ValueError(f"flat_until must not come after decayed_at, got {flat_until} and {decayed_at}")
         shape: dict[str, Any] = {"flat_until": self.flat_until, "decayed_at": self.decayed_at, "final": self.final}
-        super().__init__(optimizer, **after_burn_in(total_steps, samples, burn_in), **shape)
+        super().__init__(optimizer, **_plan_after_burn_in(total_steps, samples, burn_in), **shape)
 
     def factor(self, step: int) -> float:
         t = step / self.total_steps
@@ -193,7 +194,7 @@ class StepDecayLR(Schedule):
     Args:
         optimizer, total_steps, samples, burn_in: as of `ConstantLR`.
         milestones: fractions of the steps.
-        gamma: what the learning rate is multiplied by at each.
+        gamma: factor of the learning rate at each milestone.
     """
 
     def __init__(
@@ -211,8 +212,11 @@ class StepDecayLR(Schedule):
         fractions = [check_fraction("milestones", m) for m in milestones]
         if any(a >= b for a, b in pairwise(fractions)):
             raise ValueError(f"milestones must increase, got {fractions}")
-        plan = after_burn_in(total_steps, samples, burn_in)
-        self.drops, self.gamma = [part_of(m, plan["total_steps"]) for m in fractions], check_fraction("gamma", gamma)
+        plan = _plan_after_burn_in(total_steps, samples, burn_in)
+        self.drops, self.gamma = (
+            [_first_step_at(m, plan["total_steps"]) for m in fractions],
+            check_fraction("gamma", gamma),
+        )
         super().__init__(optimizer, **plan, milestones=[*fractions], gamma=self.gamma)
 
     def factor(self, step: int) -> float:
@@ -226,17 +230,17 @@ class CyclicalLR(Schedule):
 
         α_k = α_0 / 2 (cos(π mod(k - 1, L) / L) + 1),
 
-    and explores while mod(k - 1, L) / L < β. Where M does not divide K, they round L up and cut the last cycle short; here
-    all are whole, and their lengths differ by at most one.
+    and explores while mod(k - 1, L) / L < β. Where M does not divide K, Zhang et al. round L up and cut the last cycle short;
+    here all cycles are complete, and their lengths differ by at most one.
 
     Args:
         optimizer: whose groups' learning rates to set.
-        total_steps: K, how many steps there are.
-        cycles: M.
-        samples_per_cycle: how many to collect, evenly spaced over the part of a cycle that samples, the last at its end.
-        exploration: β, the part of a cycle that explores.
-        exploration_temperature: of all groups while exploring, and their own otherwise; 0 explores by SGD, as Zhang et al.
-            do. None leaves temperatures alone.
+        total_steps: K, the number of steps.
+        cycles: M, their number.
+        samples_per_cycle: the number to collect, evenly spaced over the part of a cycle that samples, the last at its end.
+        exploration: β, the fraction of a cycle that explores.
+        exploration_temperature: the temperature of all groups while exploring; they have their own otherwise. 0 explores by
+            SGD, as Zhang et al. do. None leaves temperatures alone.
     """
 
     base_temperatures: list[float]
@@ -254,7 +258,7 @@ class CyclicalLR(Schedule):
         self.total_steps = check_integer("total_steps", total_steps, 1)
         self.cycles = check_integer("cycles", cycles, 1, self.total_steps)
         self.exploration = check_fraction("exploration", exploration)
-        moments = self._moments_of_cycles(check_integer("samples_per_cycle", samples_per_cycle, 0))
+        moments = self._plan_cycles(check_integer("samples_per_cycle", samples_per_cycle, 0))
         self.exploration_temperature = exploration_temperature
         if exploration_temperature is not None:
             self.exploration_temperature = check_number("exploration_temperature", exploration_temperature)
@@ -265,21 +269,26 @@ class CyclicalLR(Schedule):
             exploration=self.exploration, exploration_temperature=self.exploration_temperature,
         )  # fmt: skip
 
-    def _moments_of_cycles(self, samples: int) -> list[int]:
+    def _plan_cycles(self, samples: int) -> list[int]:
+        """Return the moments to collect that many samples in each cycle."""
         shortest = self.total_steps // self.cycles
-        left = shortest - part_of(self.exploration, shortest)
+        left = shortest - _first_step_at(self.exploration, shortest)
         if samples > left:
             raise ValueError(
                 f"samples_per_cycle must be at most {left}, the steps that exploration={self.exploration} leaves of the "
                 f"shortest cycle, which has {shortest}; got {samples}"
             )
         ends = [c * self.total_steps // self.cycles for c in range(1, self.cycles + 1)] if samples else []
-        begins = [begin + part_of(self.exploration, end - begin) for begin, end in zip([0, *ends], ends, strict=False)]
-        return [moment for begin, end in zip(begins, ends, strict=True) for moment in spread(begin, end, samples)]
+        begins = [
+            begin + _first_step_at(self.exploration, end - begin) for begin, end in zip([0, *ends], ends, strict=False)
+        ]
+        return [
+            moment for begin, end in zip(begins, ends, strict=True) for moment in _space_evenly(begin, end, samples)
+        ]
 
     def place(self, step: int) -> tuple[int, int]:
-        """How many steps of its cycle are done after ``step`` in all, and how many the cycle has."""
-        step = min(step, self.total_steps - 1)  # there is no cycle after the last: it stays at its end
+        """Return the steps that the current cycle has done after ``step`` in all, and its length."""
+        step = min(step, self.total_steps - 1)  # after the last cycle the schedule stays at its end
         cycle = ((step + 1) * self.cycles - 1) // self.total_steps
         begin, end = (c * self.total_steps // self.cycles for c in (cycle, cycle + 1))
         return step - begin, end - begin
@@ -290,9 +299,9 @@ class CyclicalLR(Schedule):
 
     @property
     def exploring(self) -> bool:
-        """Whether the next step explores."""
+        """True if the next step explores."""
         done, length = self.place(self.last_epoch)
-        return done < part_of(self.exploration, length)
+        return done < _first_step_at(self.exploration, length)
 
     def _set_temperatures(self) -> None:
         if self.exploration_temperature is None:
@@ -304,11 +313,36 @@ class CyclicalLR(Schedule):
 
 
 def _initial_temperatures(optimizer: Optimizer) -> list[float]:
-    """Those of the groups before any schedule changed them, which the groups remember as they do their learning rate."""
-    groups = getattr(optimizer, "param_groups", [])  # what is no optimizer torch refuses
+    """Return the groups' temperatures before any schedule changed them; a schedule notes them in the group as it does lr."""
+    groups = getattr(optimizer, "param_groups", [])  # torch refuses what is no optimizer
     if any("temperature" not in group for group in groups):
         raise TypeError(
             "exploration_temperature needs an optimizer whose groups have a temperature, such as SGLD; "
             f"with {type(optimizer).__name__} it must be None"
         )
     return [float(group.get("initial_temperature", group["temperature"])) for group in groups]
+
+
+def _plan_after_burn_in(total_steps: int, samples: int, burn_in: float) -> dict[str, Any]:
+    """Check the arguments that most schedules share; return them with the moments that they stand for."""
+    total_steps, samples = check_integer("total_steps", total_steps, 1), check_integer("samples", samples, 0)
+    burn_in = check_fraction("burn_in", burn_in)
+    begin = _first_step_at(burn_in, total_steps)
+    if samples > total_steps - begin:
+        raise ValueError(
+            f"samples must be at most {total_steps - begin}, the steps that burn_in={burn_in} leaves of {total_steps}, "
+            f"got {samples}"
+        )
+    moments = _space_evenly(begin, total_steps, samples)
+    return {"moments": moments, "total_steps": total_steps, "samples": samples, "burn_in": burn_in}
+
+
+def _space_evenly(begin: int, end: int, count: int) -> list[int]:
+    """Return that many integers, evenly spaced over those after ``begin``; the last is ``end``."""
+    return [begin + i * (end - begin) // count for i in range(1, count + 1)]
+
+
+@lru_cache(maxsize=64)
+def _first_step_at(fraction: float, steps: int) -> int:
+    """Return the first step that reaches a fraction of all, read as the simple one it stands for: 1/3, not 1/3 - 2e-17."""
+    return math.ceil(Fraction(fraction).limit_denominator(10**9) * steps)

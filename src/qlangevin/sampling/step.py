@@ -1,94 +1,169 @@
-"""One step of Langevin dynamics: the update as a pure function of tensors, and in place for many of them at once.
+"""One step of Langevin dynamics: its settings, the update as a pure function of tensors, and the driver that steps many.
 
-With accumulated weights θ, learning rate lr, weight decay λ and noise variance v,
-
-    μ  = θ - lr (Q_G(∇loss) + λ θ)
-    θ' = Q^vc(μ, v)             rounding="corrected"    VC SGLDLP-L, Algorithms 1 and 4
-         Q^s(μ + sqrt(v) ξ)     rounding="stochastic"   naive SGLDLP-L
-         Q^d(μ + sqrt(v) ξ)     rounding="nearest"
-
-With an accumulator θ is kept in its format and the parameters are Q_W(θ): SGLDLP-F if that is float32.
+`step_tensors` runs on two paths that agree bit for bit: `update` in plain PyTorch, which is the specification, and the fused
+kernels of `native`. Plain tensors pass through the operator ``qlangevin::sgld_``, which is opaque to `torch.compile`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from functools import lru_cache
+import json
+import math
+import numbers
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from .. import native
+from .._validate import check_choice, check_number
+from ..native import TensorStep
 from ..quantization import operators, random
-from ..quantization.formats import BF16, FP16, FP32, parse
+from ..quantization.formats import BF16, FLOAT32_MAX, FP16, FP32, parse
 from ..quantization.operators import Algorithm, Rounding
 from ..quantization.qtensor import QTensor, decoded
 from ..quantization.random import Key
 
-__all__ = ["Update", "parameter_key", "quantized", "sgld_op", "update", "update_codes_"]
+__all__ = [
+    "FIELDS", "FORMATS", "StepSettings", "TensorStep", "parameter_key", "quantize_for", "sgld_op",
+    "step_tensors", "update",
+]  # fmt: skip
+
+FORMATS = ("weights", "gradients", "accumulator")  # the settings that are formats
 
 
 @dataclass(frozen=True)
-class Update:
-    """The settings of one step; formats as names, None for full precision (or, for the accumulator, none)."""
+class StepSettings:
+    """Validated settings of one parameter group; formats by name.
+
+    The loss is the MEAN over the batch. With N data, learning rate lr, temperature T and weight decay λ (the Gaussian prior's
+    precision over N) a step is the paper's with α = lr / N: its noise has variance v = 2 lr T / N.
+    """
 
     lr: float
-    weight_decay: float
-    variance: float
-    weights: str | None = None
-    gradients: str | None = None
-    accumulator: str | None = None
+    num_data: float
+    temperature: float = 1.0
+    weight_decay: float = 0.0
+    weights: str | None = None  # None: that of the parameter's codes or dtype
+    gradients: str | None = None  # None: full precision
+    accumulator: str | None = None  # None: there is no accumulator
     rounding: Rounding = "corrected"
     algorithm: Algorithm = "exact"
     maximize: bool = False
+    seed: int = 0
+    stream: int = 0
 
-    def grid(self, theta: Tensor) -> str | None:
-        """The format a parameter is kept in: unless given, that of its codes or of its dtype. None for float64."""
-        if isinstance(theta, QTensor):
-            return str(theta.format)
-        own = {torch.float32: FP32, torch.bfloat16: BF16, torch.float16: FP16}.get(theta.dtype)
-        return self.weights or (str(own) if own else None)
+    def __post_init__(self) -> None:
+        if not (isinstance(self.num_data, numbers.Real) and 0 < self.num_data < math.inf):
+            raise ValueError(
+                f"num_data must be the number of training examples, a positive number, got {self.num_data!r}"
+            )
+        self._set("num_data", float(self.num_data))  # plain numbers, also of NumPy's
+        for name in ("lr", "temperature", "weight_decay"):
+            self._set(name, check_number(name, getattr(self, name), FLOAT32_MAX))
+        if not self.variance < FLOAT32_MAX:
+            raise ValueError(
+                f"the noise would have variance 2 lr temperature / num_data = {self.variance}; check num_data"
+            )
+        for name in FORMATS:
+            if getattr(self, name) is not None:
+                self._set(name, str(parse(getattr(self, name))))
+        check_choice("rounding", self.rounding, ("nearest", "stochastic", "corrected"))
+        check_choice("algorithm", self.algorithm, ("exact", "paper"))
+        self._set("maximize", bool(self.maximize))
+        key = Key(self.seed, self.stream)
+        self._set("seed", key.seed)
+        self._set("stream", key.stream)
 
-    def arguments(self) -> tuple[Any, ...]:
-        """The fields as `sgld_op` takes them: in the same order."""
-        return tuple(getattr(self, f.name) for f in fields(self))
+    def _set(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+
+    @classmethod
+    def from_group(cls, group: Mapping[str, Any]) -> StepSettings:
+        """Read the settings of a parameter group; a tensor lr, as schedulers may set, becomes a number."""
+        values = [group[name] for name in FIELDS]
+        values[0] = float(values[0]) if isinstance(values[0], Tensor) else values[0]
+        return _validate_once(*values)
 
     @property
-    def onto(self) -> Rounding:
-        """How a number that is given, not drawn, gets onto a grid."""
+    def variance(self) -> float:
+        """Variance of the noise of one step."""
+        return 2 * self.lr * self.temperature / self.num_data
+
+    @property
+    def noise_free_rounding(self) -> Rounding:
+        """Rounding of numbers that have their noise already, μ + sqrt(v) ξ, or get none: weights from an accumulator."""
         return "nearest" if self.rounding == "nearest" else "stochastic"
+
+    def weights_format(self, theta: Tensor) -> str | None:
+        """Return the format a parameter is kept in: that of its codes, else ``weights``, else that of its dtype.
+
+        None for float64, which has no format.
+        """
+        if isinstance(theta, QTensor):
+            return str(theta.format)
+        return self.weights or _DTYPE_FORMATS.get(theta.dtype)
+
+    @cached_property
+    def text(self) -> str:
+        """The settings as the operator takes them."""
+        return json.dumps([getattr(self, name) for name in FIELDS])
+
+
+FIELDS = tuple(StepSettings.__dataclass_fields__)
+_DTYPE_FORMATS = {torch.float32: str(FP32), torch.bfloat16: str(BF16), torch.float16: str(FP16)}
+
+
+@lru_cache(maxsize=64)  # a sampler that steps in backward asks for each parameter
+def _validate_once(*values: Any) -> StepSettings:
+    return StepSettings(*values)
+
+
+@lru_cache(maxsize=64)
+def _from_text(text: str) -> StepSettings:
+    return StepSettings(*json.loads(text))
 
 
 @lru_cache(maxsize=65536)
-def _stream(seed: int, stream: int, index: int, shard: tuple[int, ...]) -> int:
+def _parameter_stream(seed: int, stream: int, index: int, shard: tuple[int, ...]) -> int:
     key = Key(seed, stream)
-    for place in (index, *shard):
-        key = key.fold(place)
+    for number in (index, *shard):
+        key = key.fold(number)
     return key.stream
 
 
 def parameter_key(seed: int, stream: int, index: int, step: int, shard: tuple[int, ...] = ()) -> Key:
-    """The random bits of one parameter of a chain at one step: each has a stream of its own, derived from the chain's.
+    """Return the random bits of one parameter of a chain at one step: its stream is derived from the chain's.
 
-    So has each shard of it, derived from the parameter's.
+    The stream of a shard is derived from that of its parameter.
     """
-    return Key(seed, _stream(seed, stream, index, shard), step)
+    return Key(seed, _parameter_stream(seed, stream, index, shard), step)
 
 
-def quantized(x: Tensor, format: str | None, rounding: str, key: Key, purpose: int) -> Tensor:
-    """x on the grid of a format, for one of the purposes of `random`; x itself without a format."""
+def quantize_for(purpose: int, x: Tensor, format: str | None, rounding: Rounding, key: Key) -> Tensor:
+    """Round x to a format with the bits that `random` has for a purpose; without a format return x itself."""
     if format is None:
         return x
     return cast(Tensor, operators.quantize_op(x, format, rounding, *operators.key_bits(key), purpose))
 
 
-def update(theta: Tensor, gradient: Tensor, settings: Update, format: str | None, key: Key) -> Tensor:
-    """θ', on the grid of ``format`` (None: float64, no grid), as a new float32 or float64 tensor."""
+def update(theta: Tensor, gradient: Tensor, settings: StepSettings, format: str | None, key: Key) -> Tensor:
+    """Return θ' on the grid of ``format`` (None: float64, no grid), as a new float32 or float64 tensor.
+
+    With learning rate lr, weight decay λ, noise variance v and standard normal ξ
+
+        μ  = θ - lr (Q_G(∇loss) + λ θ)
+        θ' = Q^vc(μ, v)             rounding="corrected"    VC SGLDLP-L, Algorithms 1 and 4
+             Q^s(μ + sqrt(v) ξ)     rounding="stochastic"   naive SGLDLP-L
+             Q^d(μ + sqrt(v) ξ)     rounding="nearest"
+    """
+    if gradient.shape != theta.shape:
+        raise ValueError(f"the gradient must have theta's shape, {tuple(theta.shape)}, got {tuple(gradient.shape)}")
     dtype = operators.working_dtype(theta.dtype)
-    theta = decoded(theta)
-    theta, gradient = theta.to(dtype), gradient.to(dtype)
-    g = quantized(gradient, settings.gradients, "stochastic", key, random.GRADIENT)
+    theta, gradient = decoded(theta).to(dtype), gradient.to(dtype)
+    g = quantize_for(random.GRADIENT, gradient, settings.gradients, "stochastic", key)
     g = -g if settings.maximize else g
     mu = theta - settings.lr * (g + settings.weight_decay * theta)
     if settings.rounding == "corrected" and format is not None:
@@ -97,71 +172,92 @@ def update(theta: Tensor, gradient: Tensor, settings: Update, format: str | None
         variance = torch.full((), settings.variance, dtype=dtype, device=mu.device)
         xi = random.normal(key, mu.numel(), device=mu.device).to(dtype).view(mu.shape)
         mu = mu + random.root(variance) * xi
-    return quantized(mu, format, settings.onto, key, random.ROUNDING)
+    return quantize_for(random.ROUNDING, mu, format, settings.noise_free_rounding, key)
 
 
-def update_codes_(
-    thetas: list[QTensor], accumulators: list[Tensor], gradients: list[Tensor], s: Update, keys: list[Key]
-) -> None:
-    """The same in place on codes of one format; no float copy of them outlives the call. accumulators may be empty."""
-    exact = s.algorithm == "exact" or s.rounding != "corrected"
-    jobs: list[native.Job] = []
-    for i, (theta, gradient, key) in enumerate(zip(thetas, gradients, keys, strict=True)):
-        if gradient.shape != theta.shape:
-            raise ValueError(f"the gradient must have theta's shape, {tuple(theta.shape)}, got {tuple(gradient.shape)}")
-        held = accumulators[i] if accumulators else None
-        fast = exact and native.enabled_for(theta.codes, gradient) and theta.dtype != torch.float64
-        if fast and theta.format.storage_bits > 4:
-            plain = gradient.to(torch.float32).contiguous()
-            jobs.append(native.Job(None, theta.unpacked(), theta.exponents, held, plain, key))
-        else:
-            _step_one(theta, held, gradient, s, key)
-    if jobs:
-        _run_native(jobs, s, str(thetas[0].format))
-    for theta in thetas:
-        torch.autograd.graph.increment_version(theta)
+def step_tensors(tensors: Sequence[TensorStep], settings: StepSettings) -> None:
+    """Step plain and packed tensors in place, all with an accumulator or all without."""
+    plain = [t for t in tensors if not isinstance(t.theta, QTensor)]
+    if plain:
+        sgld_op(
+            [t.theta for t in plain],
+            [t.gradient for t in plain],
+            [t.accumulator for t in plain if t.accumulator is not None],
+            [number for t in plain for number in operators.key_bits(t.key)],
+            settings.text,
+        )
+    if len(plain) < len(tensors):
+        _step_each([t for t in tensors if isinstance(t.theta, QTensor)], settings)
 
 
 @operators.operator("sgld_", mutates=("thetas", "accumulators"))
 def sgld_op(
-    thetas: list[Tensor], accumulators: list[Tensor], gradients: list[Tensor], lr: float, weight_decay: float,
-    variance: float, weights: str | None, gradients_: str | None, accumulator: str | None, rounding: str, algorithm: str,
-    maximize: bool, seed: int, streams: list[int], steps: list[int],
-) -> None:  # fmt: skip
-    """One step of many tensors in place; accumulators is empty if there are none."""
-    formats = (weights, gradients_, accumulator)
-    s = Update(lr, weight_decay, variance, *formats, cast(Rounding, rounding), cast(Algorithm, algorithm), maximize)
-    jobs: list[tuple[Tensor, native.Job]] = []
+    thetas: list[Tensor], gradients: list[Tensor], accumulators: list[Tensor], keys: list[int], settings: str
+) -> None:
+    """Step plain tensors in place. There is an accumulator for each or for none; a key is three numbers.
+
+    ``settings`` is the text of `StepSettings`: schemas know no records, and a step has a dozen settings.
+    """
+    tensors = []
     for i, (theta, gradient) in enumerate(zip(thetas, gradients, strict=True)):
-        key, held = operators.key_of(seed, streams[i], steps[i]), accumulators[i] if accumulators else None
-        exact = algorithm == "exact" or rounding != "corrected"
-        if exact and theta.dtype == torch.float32 and native.enabled_for(theta, gradient):
-            plain = gradient.to(torch.float32).contiguous()
-            jobs.append((theta, native.Job(theta.contiguous(), None, None, held, plain, key)))
-        else:
-            _step_one(theta, held, gradient, s, key)
-    if jobs:
-        _run_native([job for _, job in jobs], s, weights)
-    for theta, job in jobs:
-        if job.values is not None and job.values.data_ptr() != theta.data_ptr():
-            theta.copy_(job.values)
-        torch.autograd.graph.increment_version(theta)  # autograd does not see what the kernels write
+        key = operators.key_of(*keys[3 * i : 3 * i + 3])
+        tensors.append(TensorStep(theta, gradient, key, accumulators[i] if accumulators else None))
+    _step_each(tensors, _from_text(settings))
 
 
 @operators.fake("sgld_")
-def _(thetas: list[Tensor], accumulators: list[Tensor], gradients: list[Tensor], *_: Any) -> None:
+def _(thetas: list[Tensor], *_: Any) -> None:
     return None
 
 
-def _step_one(theta: Tensor, accumulator: Tensor | None, gradient: Tensor, s: Update, key: Key) -> None:
-    """One step of one tensor in place, on the PyTorch path."""
-    if accumulator is None:
-        theta.copy_(update(theta, gradient, s, s.grid(theta), key))
-        return
-    accumulator.copy_(update(accumulator, gradient, s, s.accumulator, key))
-    theta.copy_(quantized(accumulator, s.grid(theta), s.onto, key, random.WEIGHT))
+def _step_each(tensors: Sequence[TensorStep], settings: StepSettings) -> None:
+    """Step tensors in place: by the kernels where they can, by `update` elsewhere."""
+    fused = []
+    for t in tensors:
+        if _has_kernel(t, settings):
+            fused.append(t)
+        else:
+            _step_by_pytorch(t, settings)
+    if fused:
+        _step_by_kernels(fused, settings)
 
 
-def _run_native(jobs: list[native.Job], s: Update, weights: str | None) -> None:
-    to, gradients, accumulator = (parse(f) if f else None for f in (weights, s.gradients, s.accumulator))
-    native.sgld(jobs, to, gradients, accumulator, s.rounding, s.lr, s.weight_decay, s.variance, s.maximize)
+def _has_kernel(t: TensorStep, settings: StepSettings) -> bool:
+    if settings.algorithm == "paper" and settings.rounding == "corrected":
+        return False
+    if not isinstance(t.theta, QTensor):
+        return t.theta.dtype == torch.float32 and native.enabled_for(t.theta, t.gradient)
+    two_in_a_byte = t.theta.format.storage_bits <= 4
+    return not two_in_a_byte and t.theta.dtype != torch.float64 and native.enabled_for(t.theta.codes, t.gradient)
+
+
+def _step_by_kernels(tensors: Sequence[TensorStep], s: StepSettings) -> None:
+    weights, gradients, accumulator = (parse(f) if f else None for f in (s.weights, s.gradients, s.accumulator))
+    contiguous = [_make_contiguous(t) for t in tensors]
+    native.sgld(
+        contiguous, weights=weights, gradients=gradients, accumulator=accumulator, rounding=s.rounding, lr=s.lr,
+        weight_decay=s.weight_decay, variance=s.variance, maximize=s.maximize,
+    )  # fmt: skip
+    for t, stepped in zip(tensors, contiguous, strict=True):
+        if stepped.theta is not t.theta:
+            t.theta.copy_(stepped.theta)
+        torch.autograd.graph.increment_version(t.theta)  # autograd does not see what the kernels write
+
+
+def _make_contiguous(t: TensorStep) -> TensorStep:
+    """Return the tensors as the kernels read them; a QTensor has contiguous codes."""
+    theta = t.theta if isinstance(t.theta, QTensor) else t.theta.contiguous()
+    gradient = t.gradient.to(torch.float32).contiguous()
+    return t if theta is t.theta and gradient is t.gradient else t._replace(theta=theta, gradient=gradient)
+
+
+def _step_by_pytorch(t: TensorStep, settings: StepSettings) -> None:
+    """Step one tensor in place: θ, or with an accumulator a the update of a, and then θ = Q_W(a)."""
+    format = settings.weights_format(t.theta)
+    if t.accumulator is None:
+        t.theta.copy_(update(t.theta, t.gradient, settings, format, t.key))
+    else:
+        t.accumulator.copy_(update(t.accumulator, t.gradient, settings, settings.accumulator, t.key))
+        t.theta.copy_(quantize_for(random.WEIGHT, t.accumulator, format, settings.noise_free_rounding, t.key))
+    if isinstance(t.theta, QTensor):
+        torch.autograd.graph.increment_version(t.theta)  # a step on codes is a write of its own, on either path

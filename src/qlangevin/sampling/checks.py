@@ -1,0 +1,54 @@
+"""Checks of parameters and gradients before a step, so that a refused step has changed nothing."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from .. import native
+from .._dtensor import check_shard, local
+from ..quantization import operators
+from ..quantization.formats import FP8_E4M3, FP32, check_holds, parse
+from ..quantization.qtensor import QTensor
+from .replacing import check_not_replaced
+from .step import StepSettings
+
+__all__ = ["check_parameter", "first_not_finite"]
+
+
+def check_parameter(p: Tensor, settings: StepSettings) -> None:
+    """Refuse a parameter that its model no longer has, and formats that it, its accumulator or its shard cannot hold."""
+    check_not_replaced(p)
+    part = local(p)
+    _check_dtype(part.dtype, settings.weights, settings.accumulator)
+    if isinstance(part, QTensor):
+        if part.is_view:
+            raise ValueError("it is a view of a packed tensor; only all of it can be stepped")
+        if settings.weights is not None and settings.weights != str(part.format):
+            raise ValueError(
+                f"it is packed as {part.format}, but weights={settings.weights!r}; leave weights out, or unpack it"
+            )
+    if part is not p:
+        check_shard(p, parse(settings.weights_format(part) or "fp32"))
+
+
+@lru_cache(maxsize=1024)
+def _check_dtype(dtype: torch.dtype, weights: str | None, accumulator: str | None) -> None:
+    check_holds(dtype, parse(weights) if weights else FP32 if dtype == torch.float32 else FP8_E4M3)
+    if accumulator:
+        check_holds(operators.working_dtype(dtype), parse(accumulator))
+
+
+def first_not_finite(tensors: list[Tensor]) -> int:
+    """Return the index of the first tensor that holds an infinity or a NaN, or -1."""
+    fast = [
+        i for i, t in enumerate(tensors) if t.dtype == torch.float32 and t.is_contiguous() and native.enabled_for(t)
+    ]
+    found = native.first_not_finite([tensors[i] for i in fast]) if fast else -1
+    bad = [fast[found]] if found >= 0 else []
+    if len(fast) < len(tensors):
+        slow = sorted(set(range(len(tensors))) - set(fast))
+        bad += [i for i in slow if not bool(tensors[i].isfinite().all())][:1]
+    return min(bad, default=-1)
