@@ -20,7 +20,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ..storage.model_tensors import plain
+from ..storage.model_tensors import to_plain
 
 __all__ = ["Summary", "log_likelihood", "predictions", "summarize", "to_arviz", "weights"]
 
@@ -162,7 +162,7 @@ def _draws(name: str, array: Array) -> npt.NDArray[Any]:
 
 def _numpy(array: Array) -> npt.NDArray[Any]:
     if isinstance(array, Tensor):
-        values = plain(array).cpu()
+        values = to_plain(array).cpu()
         array = (values.double() if values.is_floating_point() else values).numpy()  # NumPy has no bfloat16
     return np.asarray(array)
 
@@ -223,7 +223,7 @@ def weights(posterior: Sampled, names: Sequence[str] | Mapping[str, Index]) -> d
         for draw in range(len(chain) - n, len(chain)):
             member = chain.members[draw]  # once for all names: it may be read from a file
             for name, index in chosen.items():
-                drawn[name].append(plain(_parameter(member, name))[index])
+                drawn[name].append(to_plain(_parameter(member, name))[index])
     return {name: torch.stack(tensors).unflatten(0, (len(chains), n)) for name, tensors in drawn.items()}
 
 

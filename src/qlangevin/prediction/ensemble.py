@@ -19,7 +19,7 @@ from torch.func import functional_call, vmap
 from torch.nn.utils.rnn import PackedSequence
 
 from .. import lowering
-from ..storage.model_tensors import named_tensors, unwrapped
+from ..storage.model_tensors import named_tensors, unwrap
 
 __all__ = ["Ensemble", "evaluating", "inputs_of", "reestimated"]
 
@@ -38,7 +38,7 @@ class Ensemble:
     """A model and the sets of weights it is to be run with; ``decode`` gives those of the i-th."""
 
     def __init__(self, model: nn.Module, count: int, decode: Callable[[int], Tensors], vectorize: bool | None) -> None:
-        self.model, self.count, self.decode = unwrapped(model), count, decode
+        self.model, self.count, self.decode = unwrap(model), count, decode
         self.weights = sum(p.numel() for p in self.model.parameters())
         kinds = {type(module) for module in self.model.modules()}
         self.recurrent = any(issubclass(kind, nn.RNNBase) for kind in kinds)

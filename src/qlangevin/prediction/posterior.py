@@ -47,7 +47,7 @@ class Posterior:
         vectorize: bool | None,
         statistics: dict[Sample, dict[str, Tensor]] | None = None,
     ) -> None:
-        self.model, self._chains = model_tensors.unwrapped(model), [list(samples) for samples in chains]
+        self.model, self._chains = model_tensors.unwrap(model), [list(samples) for samples in chains]
         self.members = [sample for samples in self._chains for sample in samples]  # chain after chain
         self.link, self.noise, self.batch_norm = link, noise, batch_norm
         self._vectorize = vectorize
