@@ -18,7 +18,12 @@ from qlangevin.storage import files
 @pytest.mark.parametrize("size", [0, 5, files.RUN - 1, files.RUN, files.RUN + 1, 3 * files.RUN + 7])
 def test_the_checksum_is_the_sha256_of_the_file(size: int, tmp_path: Path) -> None:
     content = bytes(i * i % 251 for i in range(1000)) * (size // 1000 + 1)
-    chunks = [content[: size // 3], memoryview(content)[size // 3 : size // 2], b"", content[size // 2 : size]]
+    chunks: list[files.Bytes] = [
+        content[: size // 3],
+        memoryview(content)[size // 3 : size // 2],
+        b"",
+        content[size // 2 : size],
+    ]
     digest = files.write_hashed(tmp_path / "x", chunks)
     assert (tmp_path / "x").read_bytes() == content[:size]
     assert digest == (size, hashlib.sha256(content[:size]).hexdigest())

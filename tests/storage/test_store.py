@@ -352,10 +352,12 @@ def test_verify_looks_at_frozen_parameters(count: int, tmp_path: Path) -> None:
                 s[i].decode()
 
 
-def test_fuzz(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_damaged_and_forged_stores_are_refused_or_well_formed() -> None:
     assert [result for result in fuzz.fuzz(300) if result.outcome == fuzz.FAILED] == []
 
 
+@pytest.mark.slow
 def test_the_store_works_without_pickle(tmp_path: Path) -> None:
     fill_store(tmp_path)
     program = (
