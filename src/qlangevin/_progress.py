@@ -1,4 +1,4 @@
-"""A bar that says how long something will take, on standard error, if somebody looks at it."""
+"""A progress bar on standard error, shown only on a terminal."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["progress_bar"]
 def progress_bar(
     total: float | None, label: str = "starting", shown: bool = True
 ) -> Iterator[Callable[[str, float], None]]:
-    """Yields a function that says what runs and moves the bar on. Nothing is shown where standard error is not a terminal."""
+    """Yield a function (label, steps) that sets the label and advances the bar; it does nothing if no bar is shown."""
     if not shown or not sys.stderr.isatty():
         yield lambda label, steps: None
         return

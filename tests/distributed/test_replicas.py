@@ -429,7 +429,7 @@ def checkpointed(ranks: Ranks, folder: str, until: int, save: bool, seed: int, e
             kept = dict(store[-1])
         assert list(kept) == [name for name, _ in model.named_parameters()]
         for name, p in model.named_parameters():
-            assert torch.equal(model_tensors.plain(kept[name]), p.detach())
+            assert torch.equal(model_tensors.to_plain(kept[name]), p.detach())
     ranks.wait()
     return [
         teams.digest(model, sampler),

@@ -20,3 +20,8 @@ def fork(action: Callable[[], Any]) -> int:
         finally:
             os._exit(1)
     return child
+
+
+def wait_for(child: int) -> int:
+    """Return the exit code of a child: 0 if all went well, 1 if something was raised, negative for a signal."""
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])

@@ -252,7 +252,7 @@ def test_other_refusals() -> None:
     with pytest.raises(ValueError, match="no batches; if it is a generator"):
         evaluate(iter(()))
     for bins in (0, 2.5, True):
-        with pytest.raises(ValueError, match=f"bins must be a positive integer, got {bins}"):
+        with pytest.raises(ValueError, match=f"bins must be an integer, at least 1, got {bins}"):
             evaluate(P, Y, bins=bins)  # type: ignore[arg-type]
 
 

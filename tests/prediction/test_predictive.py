@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from qlangevin.prediction.predictive import Average, Link, Uncertainty, predicted
+from qlangevin.prediction.predictive import Average, Link, Uncertainty, apply_link
 
 LINKS: list[Link] = ["softmax", "sigmoid", "identity"]
 SHAPES = {"softmax": [(4, 3), (2, 3, 5, 4)], "sigmoid": [(4,), (4, 1), (4, 6)], "identity": [(4,), (4, 2), (2, 3, 5)]}
@@ -53,15 +53,15 @@ def expected(p: Tensor, link: Link, noise: float) -> tuple[Any, Any, Any]:
 
 def test_softmax_is_along_the_classes_and_sigmoid_of_each() -> None:
     y = outputs("softmax", (2, 3, 5, 4))
-    assert torch.equal(predicted(y, "softmax"), torch.stack([one.softmax(1) for one in y]))
-    assert torch.equal(predicted(y, "sigmoid"), y.sigmoid())
-    assert predicted(y, "identity") is y
+    assert torch.equal(apply_link(y, "softmax"), torch.stack([one.softmax(1) for one in y]))
+    assert torch.equal(apply_link(y, "sigmoid"), y.sigmoid())
+    assert apply_link(y, "identity") is y
 
 
 @pytest.mark.parametrize("shape", [(5,), (5, 1), (5, 1, 8, 8), ()])
 def test_softmax_of_fewer_than_two_classes_is_refused(shape: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match=r"two classes or more, got .*link='sigmoid', for regression link='identity'"):
-        predicted(torch.zeros(3, *shape), "softmax")
+        apply_link(torch.zeros(3, *shape), "softmax")
 
 
 # ---- uncertainty
@@ -99,7 +99,7 @@ def test_regression_adds_the_noise_of_the_data() -> None:
 
 @pytest.mark.parametrize(("link", "shape"), CASES)
 def test_uncertainty_is_as_defined(link: Link, shape: tuple[int, ...]) -> None:
-    p = predicted(outputs(link, shape), link)
+    p = apply_link(outputs(link, shape), link)
     noise = 0.3 if link == "identity" else 0.0
     u = averaged(p, link, [1] * 7, noise)
     mean, total, aleatoric = expected(p, link, noise)
@@ -117,7 +117,7 @@ def test_uncertainty_is_as_defined(link: Link, shape: tuple[int, ...]) -> None:
 )
 def test_any_split_into_groups_gives_the_same(case: tuple[Link, tuple[int, ...]], sizes: list[int], seed: int) -> None:
     link, shape = case
-    p = predicted(outputs(link, shape, sum(sizes), seed), link)
+    p = apply_link(outputs(link, shape, sum(sizes), seed), link)
     whole, split = averaged(p, link, [len(p)]), averaged(p, link, sizes)
     for a, b in zip(whole, split, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
@@ -128,7 +128,7 @@ def test_epistemic_uncertainty_is_not_negative(
     case: tuple[Link, tuple[int, ...]], samples: int, seed: int, single: bool
 ) -> None:
     link, shape = case
-    p = predicted(outputs(link, shape, samples, seed).float(), link)
+    p = apply_link(outputs(link, shape, samples, seed).float(), link)
     u = averaged(p, link, [1] * samples if single else [samples])
     assert bool((u.epistemic >= 0).all())
     assert bool((u.aleatoric >= 0).all())
@@ -138,7 +138,7 @@ def test_epistemic_uncertainty_is_not_negative(
 @pytest.mark.parametrize(("link", "shape"), CASES)
 @pytest.mark.parametrize("sizes", [[9], [1] * 9, [4, 5]])
 def test_identical_samples_have_no_epistemic_uncertainty(link: Link, shape: tuple[int, ...], sizes: list[int]) -> None:
-    p = predicted(outputs(link, shape, 1).float(), link).expand(9, *shape)
+    p = apply_link(outputs(link, shape, 1).float(), link).expand(9, *shape)
     u = averaged(p, link, sizes, 0.1 if link == "identity" else 0.0)
     scale = float(p.square().max()) if link == "identity" else 1.0
     assert float(u.epistemic.abs().max()) <= 1e-6 * scale
@@ -146,7 +146,7 @@ def test_identical_samples_have_no_epistemic_uncertainty(link: Link, shape: tupl
 
 
 def test_a_single_sample_is_its_own_average_bit_for_bit() -> None:
-    p = predicted(outputs("softmax", (4, 3), 1).float(), "softmax")
+    p = apply_link(outputs("softmax", (4, 3), 1).float(), "softmax")
     u = averaged(p, "softmax", [1])
     assert torch.equal(u.mean, p[0])
     assert u.epistemic.tolist() == [0.0] * 4
@@ -177,7 +177,7 @@ def test_many_samples_of_half_precision_are_averaged_as_well_as_they_are_given(l
     """Added up in bfloat16, what sample 300 adds to the mean would be lost in rounding."""
     shape = (6, 4)
     y = torch.randn(300, *shape, generator=torch.Generator().manual_seed(0)) + torch.linspace(-1, 1, 300)[:, None, None]
-    p = predicted(y.to(dtype), link)
+    p = apply_link(y.to(dtype), link)
     mean, total, aleatoric = expected(p.double(), link, 0.0)
     u = averaged(p, link, [1] * 300)
     eps = torch.finfo(dtype).eps

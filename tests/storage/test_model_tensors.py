@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from qlangevin import SGLD, DamagedError, Key, QTensor, SampleStore, pack, parse, quantize
 from qlangevin.experiments.models import ResNet18
 from qlangevin.quantization import random
-from qlangevin.storage.files import DTYPES
+from qlangevin.storage.tensor_file import DTYPES
 from tests.helpers.networks import Tied
 from tests.helpers.strategies import NAMES
 

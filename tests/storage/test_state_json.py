@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import qlangevin as ql
 from qlangevin.storage import files, state_json
 from qlangevin.storage.files import DamagedError
+from qlangevin.storage.tensor_file import DTYPES
 
 
 def plain(tree: Any) -> Any:
@@ -69,7 +70,7 @@ def test_dicts_that_look_like_our_own_notation_come_back(tree: Any) -> None:
 def test_tensors_of_every_dtype_come_back_through_a_file(tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(0)
     tensors = {}
-    for dtype in files.DTYPES:
+    for dtype in DTYPES:
         for shape in ((), (0,), (2, 0, 3), (5,), (3, 7)):
             numbers = torch.randint(0, 2, shape, generator=generator) * 3 - 1
             tensors[f"{dtype} {shape}"] = numbers.to(dtype)

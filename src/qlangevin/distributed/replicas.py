@@ -20,7 +20,7 @@ from ..quantization.formats import FP32, Format
 from ..quantization.qtensor import QTensor
 from ..sampling.sgld import SGLD
 from ..storage import model_tensors
-from ..storage.origin import settings_of, steps_of
+from ..storage.manifest import count_steps, provenance
 from .ranks import agree, gather, lost, same
 from .wire import Wire
 
@@ -62,7 +62,7 @@ def replicate(
         raise ValueError(
             "there are no ranks for replicas; call this inside of join(), in processes torchrun has started"
         )
-    inner, group = model_tensors.unwrapped(model), group or dist.group.WORLD
+    inner, group = model_tensors.unwrap(model), group or dist.group.WORLD
     carrier, watch = _together(lambda: _prepared(inner, sampler, wire, every, group), group)
     plain = {n: v for n, v in options.items() if isinstance(v, (bool, float, int)) and n != "output_device"}
     agree({"every": watch.every, "options": plain, **_facts(inner, sampler, carrier)}, group)
@@ -115,9 +115,9 @@ def _check(model: nn.Module, sampler: SGLD) -> None:
 def _facts(model: nn.Module, sampler: SGLD, wire: Wire | None) -> dict[str, Any]:
     """What must be the same on all ranks."""
     return {
-        **settings_of(sampler, None),
+        **provenance(sampler, None),
         "rates": [float(g["lr"]) for g in sampler.param_groups],  # as a schedule has them now
-        "steps": steps_of(sampler),
+        "steps": count_steps(sampler),
         "layers": lowering.settings(model),
         "counts": lowering.state_dict(model),
         "wire": None if wire is None else str(wire.format),
@@ -144,7 +144,7 @@ class Watch:
     """
 
     def __init__(self, model: nn.Module, sampler: SGLD, every: int = 100, group: Any = None) -> None:
-        self.model, self.sampler, self.group = model_tensors.unwrapped(model), sampler, group
+        self.model, self.sampler, self.group = model_tensors.unwrap(model), sampler, group
         self.every, self.steps = check_integer("every", every, 0), 0
 
     def __call__(self, *_: Any) -> None:
@@ -164,7 +164,7 @@ class Watch:
         found = gather(int(sums[i]), group)
         odd = [str(rank) for rank, other in enumerate(found) if other != found[0]]
         raise ReplicasDifferError(
-            f"after {steps_of(self.sampler)} steps {names[i]} is not the same on all ranks: rank{'s' * (len(odd) > 1)} "
+            f"after {count_steps(self.sampler)} steps {names[i]} is not the same on all ranks: rank{'s' * (len(odd) > 1)} "
             f"{', '.join(odd)} and rank 0 differ; was it changed by hand, or are the machines not alike?"
         )
 

@@ -26,7 +26,7 @@ from ..sampling.packing import pack, unpack
 from ..sampling.schedules import Schedule
 from ..sampling.sgld import SGLD
 from ..storage.checkpoint import load_checkpoint, save_checkpoint
-from ..storage.origin import steps_of
+from ..storage.manifest import count_steps
 from ..storage.store import SampleStore
 from .data import datasets as datasets
 from .data.datasets import Data
@@ -143,7 +143,7 @@ def _where_it_was(parts: Run, folder: Path, store: SampleStore | None) -> float:
     if not parts.ranks.first:
         saved = load_checkpoint(folder, *states)
     if parts.ranks.size > 1:
-        agree({"the steps in the checkpoint": steps_of(parts.sampler)}, parts.ranks.group)
+        agree({"the steps in the checkpoint": count_steps(parts.sampler)}, parts.ranks.group)
         Watch(parts.model, parts.sampler, 0, parts.ranks.group).check()
     return float(saved.get("seconds", 0.0))
 

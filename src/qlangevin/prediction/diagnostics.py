@@ -1,9 +1,9 @@
-"""Whether chains have converged, and how many independent samples they are worth: R-hat and ESS, by ArviZ.
+"""Convergence diagnostics of chains: R-hat and effective sample size, by ArviZ.
 
 Draws are arrays [chain, draw, ...]. `summarize` takes them from anywhere; `predictions`, `log_likelihood` and `weights` get
 them from a posterior. Of chains of different lengths they take the last n draws, n the length of the shortest.
 
-In weight space the chains of a network hardly ever agree, because its units can be permuted; look at predictions.
+Diagnose predictions: in weight space the chains of a network hardly ever agree, because its units can be permuted.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ..storage.model_tensors import plain
+from .._validate import check_choice
+from ..storage.model_tensors import to_plain
+from . import metrics
 
 __all__ = ["Summary", "log_likelihood", "predictions", "summarize", "to_arviz", "weights"]
 
@@ -34,7 +36,7 @@ MIN_DRAWS = 4  # a chain is split in two, and a variance takes two draws
 
 
 class Chain(Protocol):
-    """The samples of one run."""
+    """A posterior over the samples of one chain."""
 
     @property
     def members(self) -> Sequence[Mapping[str, Tensor]]: ...
@@ -43,7 +45,7 @@ class Chain(Protocol):
 
 
 class Sampled(Protocol):
-    """What is asked of a posterior."""
+    """A posterior, as far as it is used here."""
 
     @property
     def chains(self) -> Sequence[Chain]: ...
@@ -51,10 +53,10 @@ class Sampled(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Summary:
-    """What `summarize` finds, each an array of the shape of one draw.
+    """Statistics of draws, each an array of the shape of one draw.
 
-    Where a quantity never moved in any chain, R-hat is 0/0 and given as NaN; where it moved in none but the chains differ it
-    is infinite, or next to it. ArviZ counts all draws of it as effective.
+    Where a quantity is constant over all chains, R-hat is 0/0 and given as NaN; where it is constant within each chain but the
+    chains differ, R-hat is infinite, or nearly so. ArviZ counts all its draws as effective.
     """
 
     mean: Floats
@@ -66,7 +68,7 @@ class Summary:
 
     @property
     def stuck(self) -> int:
-        """How many quantities never moved."""
+        """Number of quantities that never moved."""
         return int(np.isnan(self.r_hat).sum())
 
     @property
@@ -83,23 +85,25 @@ def summarize(draws: Array, *, method: Method = ...) -> Summary: ...
 @overload
 def summarize(draws: Mapping[str, Array], *, method: Method = ...) -> dict[str, Summary]: ...
 def summarize(draws: Arrays, *, method: Method = "split") -> Summary | dict[str, Summary]:
-    """Mean, sd, Monte Carlo error of the mean, bulk and tail ESS and R-hat of each quantity in draws [chain, draw, ...].
+    """Return mean, sd, Monte Carlo error of the mean, bulk and tail ESS and R-hat of each quantity in draws [chain, draw, ...].
 
     With chains split in halves of n draws, W the mean of their variances and B/n the variance of their means,
 
         R-hat = √((W (n - 1)/n + B/n) / W)     ``method="split"``
 
-    and ``method="rank"`` is the same of normalised ranks, plain and folded, whichever is larger (Vehtari et al. 2021); for
-    that ArviZ wants two chains. The time is some milliseconds a quantity: choose among a million weights with `weights`.
+    and ``method="rank"`` is the larger one of the same for normalised ranks, plain and folded (Vehtari et al. 2021), for which
+    ArviZ needs two chains. A quantity takes some milliseconds: of a million weights choose some with `weights`.
     """
-    if method not in get_args(Method):
-        raise ValueError(f"method must be one of {', '.join(get_args(Method))}, got {method!r}")
+    check_choice("method", method, get_args(Method))
     if isinstance(draws, Mapping):
-        return {name: _summary(name, _draws(name, array).astype(np.float64), method) for name, array in draws.items()}
-    return _summary("draws", _draws("draws", draws).astype(np.float64), method)
+        return {
+            name: _summarize_one(name, _check_draws(name, array).astype(np.float64), method)
+            for name, array in draws.items()
+        }
+    return _summarize_one("draws", _check_draws("draws", draws).astype(np.float64), method)
 
 
-def _summary(name: str, x: Floats, method: Method) -> Summary:
+def _summarize_one(name: str, x: Floats, method: Method) -> Summary:
     chains, count = x.shape[:2]
     if chains < 1 or count < MIN_DRAWS:
         raise ValueError(f"{name} has {count} draws in each of {chains} chains; at least {MIN_DRAWS} draws are needed")
@@ -107,21 +111,21 @@ def _summary(name: str, x: Floats, method: Method) -> Summary:
         raise ValueError(f"{name} has 1 chain, and method='rank' needs two or more; use method='split'")
     if bad := int((~np.isfinite(x)).sum()):
         raise ValueError(f"{name} must be finite, got {bad} numbers of {x.size} that are not: did a chain diverge?")
-    az, half = arviz(), count // 2
-    with np.errstate(divide="ignore", invalid="ignore"):  # of what never moved
-        if chains == 1:  # split here, because ArviZ 0.23 gives NaN: it asks for two chains before it splits them
-            r_hat = _each(az.rhat, np.concatenate((x[:, :half], x[:, -half:])), "identity")
+    az, half = import_arviz(), count // 2
+    with np.errstate(divide="ignore", invalid="ignore"):  # where a quantity never moved
+        if chains == 1:  # split here, because ArviZ 0.23 returns NaN: it requires two chains before it splits them
+            r_hat = _apply(az.rhat, np.concatenate((x[:, :half], x[:, -half:])), "identity")
         else:
-            r_hat = _each(az.rhat, x, method)
-        bulk, tail, mcse = _each(az.ess, x, "bulk"), _each(az.ess, x, "tail"), _each(az.mcse, x, "mean")
-    # Where a mean is rounded ArviZ divides one rounding error by another.
+            r_hat = _apply(az.rhat, x, method)
+        bulk, tail, mcse = _apply(az.ess, x, "bulk"), _apply(az.ess, x, "tail"), _apply(az.mcse, x, "mean")
+    # For a constant whose mean is rounded, ArviZ divides one rounding error by another.
     r_hat = np.where(x.max((0, 1)) == x.min((0, 1)), np.nan, r_hat)
     mean, sd = np.asarray(x.mean((0, 1))), np.asarray(x.std((0, 1), ddof=1))
     return Summary(mean, sd, mcse, bulk, tail, r_hat)
 
 
-def _each(statistic: Any, x: Floats, method: str) -> Floats:
-    """One of ArviZ's functions for each quantity."""
+def _apply(statistic: Any, x: Floats, method: str) -> Floats:
+    """Apply one of ArviZ's functions to each quantity."""
     import xarray
 
     dims = ("chain", "draw", *(f"dim_{i}" for i in range(x.ndim - 2)))
@@ -132,43 +136,45 @@ def to_arviz(
     draws: Arrays, *, log_likelihood: Arrays | None = None, observed_data: Arrays | None = None,
     sample_stats: Mapping[str, Array] | None = None,
 ) -> Any:  # fmt: skip
-    """The draws as `arviz.InferenceData`, for ArviZ's plots, `arviz.summary`, `arviz.loo` and its file formats.
+    """Return the draws as `arviz.InferenceData`, for ArviZ's plots, `arviz.summary`, `arviz.loo` and its file formats.
 
     A bare array of draws is called "x", a bare ``log_likelihood`` [chain, draw, example] and ``observed_data`` [example] "y".
     """
-    groups = {"posterior": _named("x", draws), "log_likelihood": _named("y", log_likelihood)}
+    groups = {"posterior": _name_arrays("x", draws), "log_likelihood": _name_arrays("y", log_likelihood)}
     groups["sample_stats"] = sample_stats or {}
-    given = {kind: {name: _draws(name, x) for name, x in group.items()} for kind, group in groups.items() if group}
+    given = {
+        kind: {name: _check_draws(name, x) for name, x in group.items()} for kind, group in groups.items() if group
+    }
     shapes = {f"{kind} {name}": x.shape[:2] for kind, group in given.items() for name, x in group.items()}
     if len(set(shapes.values())) > 1:
         raise ValueError(f"all must have the same number of chains and of draws, got {shapes}")
     if observed_data is not None:
-        given["observed_data"] = {k: _numpy(v) for k, v in _named("y", observed_data).items()}
-    with warnings.catch_warnings():  # it takes few draws for a sign of axes in the wrong order
+        given["observed_data"] = {k: _to_numpy(v) for k, v in _name_arrays("y", observed_data).items()}
+    with warnings.catch_warnings():  # ArviZ takes few draws for axes in the wrong order
         warnings.filterwarnings("ignore", "More chains", UserWarning)
-        return arviz().from_dict(**given)
+        return import_arviz().from_dict(**given)
 
 
-def _named(name: str, arrays: Arrays | None) -> Mapping[str, Array]:
+def _name_arrays(name: str, arrays: Arrays | None) -> Mapping[str, Array]:
     return {} if arrays is None else arrays if isinstance(arrays, Mapping) else {name: arrays}
 
 
-def _draws(name: str, array: Array) -> npt.NDArray[Any]:
-    x = _numpy(array)
+def _check_draws(name: str, array: Array) -> npt.NDArray[Any]:
+    x = _to_numpy(array)
     if x.ndim < 2:
         raise ValueError(f"{name} must be [chain, draw, ...], got shape {x.shape}; x[None] is one chain")
     return x
 
 
-def _numpy(array: Array) -> npt.NDArray[Any]:
+def _to_numpy(array: Array) -> npt.NDArray[Any]:
     if isinstance(array, Tensor):
-        values = plain(array).cpu()
+        values = to_plain(array).cpu()
         array = (values.double() if values.is_floating_point() else values).numpy()  # NumPy has no bfloat16
     return np.asarray(array)
 
 
-def arviz() -> Any:
-    """The module. It is slow to import, and announces on import that it will change."""
+def import_arviz() -> Any:
+    """Import ArviZ, which is slow, without its announcement of changes to come."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", r"\s*ArviZ is undergoing a major refactor", FutureWarning)
         import arviz as module
@@ -176,17 +182,17 @@ def arviz() -> Any:
 
 
 def predictions(posterior: Sampled, x: Any) -> Tensor:
-    """What each sample predicts, [chain, draw, batch, ...]: probabilities, or means."""
-    chains, n = _chains(posterior)
+    """Return the prediction of each sample, [chain, draw, example, ...]: probabilities, or means."""
+    chains, n = _equal_chains(posterior)
     with torch.no_grad():
         return torch.stack([chain.samples(x)[len(chain) - n :] for chain in chains])
 
 
 def log_likelihood(posterior: Sampled, x: Any, labels: Tensor, *, noise: float | None = None) -> Tensor:
-    """log p(y|x, θ) of each example under each sample, [chain, draw, example], float64 on the CPU.
+    """Return log p(y|x, θ) of each example under each sample, [chain, draw, example], float64 on the CPU.
 
     Predictions are probabilities and labels as in `metrics.evaluate`; an example with several labels or pixels has the sum of
-    theirs. If the posterior's link is the identity, predictions are means of labels of the same shape, and
+    their log likelihoods. If the posterior's link is the identity, predictions are means of labels of the same shape, and
 
         log p(y|x, θ) = -(y - f(x))²/2σ² - log(2πσ²)/2
 
@@ -194,8 +200,6 @@ def log_likelihood(posterior: Sampled, x: Any, labels: Tensor, *, noise: float |
     """
     if noise is None and getattr(posterior, "link", None) == "identity":
         noise = float(getattr(posterior, "noise", 0.0))
-    from . import metrics
-
     if noise is not None and not 0 < noise < math.inf:
         raise ValueError(f"noise must be a variance, positive and finite, got {noise!r}")
     f, y = predictions(posterior, x).cpu(), labels.cpu()
@@ -211,19 +215,19 @@ def log_likelihood(posterior: Sampled, x: Any, labels: Tensor, *, noise: float |
 
 
 def weights(posterior: Sampled, names: Sequence[str] | Mapping[str, Index]) -> dict[str, Tensor]:
-    """Parameters of each sample, name -> [chain, draw, ...]; of a mapping name -> index, only the entries chosen.
+    """Return parameters of each sample, name -> [chain, draw, ...]; with a mapping name -> index, only the entries chosen.
 
     ``weights(posterior, {"0.weight": (0, slice(5)), "0.bias": 3})``
     """
     names = [names] if isinstance(names, str) else names
     chosen: dict[str, Any] = dict(names) if isinstance(names, Mapping) else dict.fromkeys(names, ...)
-    chains, n = _chains(posterior)
+    chains, n = _equal_chains(posterior)
     drawn: dict[str, list[Tensor]] = {name: [] for name in chosen}
     for chain in chains:
         for draw in range(len(chain) - n, len(chain)):
-            member = chain.members[draw]  # once for all names: it may be read from a file
+            member = chain.members[draw]  # once for all names: it is read from a file
             for name, index in chosen.items():
-                drawn[name].append(plain(_parameter(member, name))[index])
+                drawn[name].append(to_plain(_parameter(member, name))[index])
     return {name: torch.stack(tensors).unflatten(0, (len(chains), n)) for name, tensors in drawn.items()}
 
 
@@ -234,8 +238,8 @@ def _parameter(member: Mapping[str, Tensor], name: str) -> Tensor:
     return member[name]
 
 
-def _chains(posterior: Sampled) -> tuple[Sequence[Chain], int]:
-    """The chains, and the length of the shortest."""
+def _equal_chains(posterior: Sampled) -> tuple[Sequence[Chain], int]:
+    """Return the chains, and the length of the shortest."""
     lengths = [len(chain) for chain in posterior.chains]
     if not lengths or min(lengths) == 0:
         raise ValueError(f"a posterior must have a sample in each chain, got chains of lengths {lengths}")

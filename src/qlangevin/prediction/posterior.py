@@ -1,6 +1,6 @@
 """Bayesian model averaging over stored samples: p(y | x) = 1/S Σ p(y | x, θ_s).
 
-The model is run with each sample's weights and is left as it was. `ensemble` says how, `links` what becomes of the outputs.
+The model is evaluated with the weights of each sample (`ensemble`) and left as it was; `predictive` averages the outputs.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from ..sampling.loader import Loader
 from ..storage import model_tensors
 from ..storage.sample import Sample, Samples, chain_folders
 from ..storage.store import SampleStore
-from .ensemble import Ensemble, inputs_of, reestimated, tensors_in
-from .predictive import Average, Link, Uncertainty, predicted
+from .ensemble import Ensemble, estimate_batch_norm, list_tensors, split_inputs
+from .predictive import Average, Link, Uncertainty, apply_link
 
 __all__ = ["Posterior"]
 
 Source: TypeAlias = str | os.PathLike[str] | Samples | Sample | Sequence[Sample]
 
-TOGETHER = 512  # examples of a loader for which a sample is decoded once
+GROUP_SIZE = 512  # examples of a loader for which each sample is decoded once
 
 
 class Posterior:
-    """The average of what a model predicts with each of many samples. Made by `open`.
+    """The average of the predictions of a model over many samples. Made by `open`.
 
-    ``posterior[10::2]`` is one over some of the samples, of every chain.
+    ``posterior[10::2]`` is the posterior over some of the samples of every chain.
     """
 
     def __init__(
@@ -47,12 +47,12 @@ class Posterior:
         vectorize: bool | None,
         statistics: dict[Sample, dict[str, Tensor]] | None = None,
     ) -> None:
-        self.model, self._chains = model_tensors.unwrapped(model), [list(samples) for samples in chains]
+        self.model, self._chains = model_tensors.unwrap(model), [list(samples) for samples in chains]
         self.members = [sample for samples in self._chains for sample in samples]  # chain after chain
         self.link, self.noise, self.batch_norm = link, noise, batch_norm
         self._vectorize = vectorize
-        self._statistics = {} if statistics is None else statistics  # of batch normalization, estimated anew
-        self._ensemble = Ensemble(self.model, len(self), self._decoded, vectorize)
+        self._statistics = {} if statistics is None else statistics  # of batch normalization, estimated for each sample
+        self._ensemble = Ensemble(self.model, len(self), self._decode_sample, vectorize)
 
     @classmethod
     def open(
@@ -65,18 +65,18 @@ class Posterior:
         batch_norm: Literal["stored"] | Iterable[Any] = "stored",
         vectorize: bool | None = None,
     ) -> Posterior:
-        """A posterior over the samples that are there now.
+        """Open a posterior over the samples that are there now.
 
         Args:
-            stores: a store, its folder or some of its samples (``store[10::2]``); or several of these, one a chain. A folder
-                with ``chain-0/``, ``chain-1/`` and so on holds as many chains.
-            model: of the kind the samples are of, on the device to compute on; its own weights are neither used nor changed.
-            link: what makes predictions of outputs: ``"softmax"`` along dim 1 (classification), ``"sigmoid"``
+            stores: a store, its folder or some of its samples (``store[10::2]``); or several of these, one for each chain. A
+                folder with ``chain-0/``, ``chain-1/`` and so on holds as many chains.
+            model: the model that was sampled, on the device to compute on; its own weights are neither used nor changed.
+            link: turns outputs into predictions: ``"softmax"`` along dim 1 (classification), ``"sigmoid"``
                 (binary, multilabel) or ``"identity"`` (regression).
             noise: for regression, the variance of the data around the mean.
-            batch_norm: ``"stored"`` uses the statistics stored with each sample; a loader, gone through once a sample,
-                has them estimated anew.
-            vectorize: whether samples are computed at once; None decides by the size of the model and of the inputs.
+            batch_norm: ``"stored"`` uses the statistics stored with each sample; with a loader, they are estimated from its
+                data for each sample.
+            vectorize: evaluate many samples at once; None decides by the size of the model and of the inputs.
         """
         if not isinstance(model, nn.Module):
             raise TypeError(f"model must be a module, got {type(model).__name__}: Posterior.open(stores, model)")
@@ -87,7 +87,7 @@ class Posterior:
             )
         if batch_norm != "stored" and (isinstance(batch_norm, str) or not isinstance(batch_norm, Iterable)):
             raise ValueError(f"batch_norm must be 'stored' or a loader, got {batch_norm!r}")
-        chains = [_samples(source) for source in _sources(stores)]
+        chains = [_list_samples(source) for source in _list_sources(stores)]
         if not chains:
             raise ValueError("a posterior needs samples, but no store was given")
         found = model_tensors.describe(model_tensors.named_tensors(model))
@@ -106,14 +106,14 @@ class Posterior:
     def __getitem__(self, some: slice) -> Posterior:
         if not isinstance(some, slice):
             raise TypeError(f"a posterior is cut by slices, such as posterior[10:], got {some!r}")
-        return self._over([samples[some] for samples in self._chains])
+        return self._select([samples[some] for samples in self._chains])
 
     @property
     def chains(self) -> list[Posterior]:
-        """Each chain for itself."""
-        return [self._over([samples]) for samples in self._chains]
+        """A posterior for each chain."""
+        return [self._select([samples]) for samples in self._chains]
 
-    def _over(self, chains: Sequence[Sequence[Sample]]) -> Posterior:
+    def _select(self, chains: Sequence[Sequence[Sample]]) -> Posterior:
         if not all(chains):
             raise ValueError(
                 f"no sample would be left of a chain; there are {', '.join(map(str, map(len, self._chains)))}"
@@ -124,50 +124,49 @@ class Posterior:
     # ---- predictions
 
     def predict(self, x: Any) -> Tensor:
-        """The average prediction for a batch: probabilities, or means of regression.
+        """Return the average prediction for a batch: probabilities, or means of regression.
 
-        ``x`` is what the model takes: a tensor, a tuple of arguments, or a dict of named ones.
+        ``x`` is the input of the model: a tensor, a tuple of arguments, or a dict of named ones.
         """
-        return self._averages([x], spread=False)[0].mean
+        return self._average([x], spread=False)[0].mean
 
     def uncertainty(self, x: Any) -> Uncertainty:
-        """The average, and total, aleatoric and epistemic uncertainty; `Uncertainty` says what they are."""
-        return self._averages([x], spread=True)[0].uncertainty()
+        """Return the average with its total, aleatoric and epistemic uncertainty, defined in `Uncertainty`."""
+        return self._average([x], spread=True)[0].uncertainty()
 
     def samples(self, x: Any) -> Tensor:
-        """What each sample predicts, (sample, example, ...)."""
-        outputs = [predicted(y, self.link) for _, y in self._ensemble.outputs([self._moved(x)])]
-        return torch.cat(outputs)
+        """Return the prediction of each sample, (sample, example, ...)."""
+        return torch.cat([apply_link(y, self.link) for _, y in self._ensemble.outputs([self._move_inputs(x)])])
 
     def predict_loader(self, loader: Iterable[Any], progress: bool = True) -> Iterator[Any]:
-        """The average prediction for each batch of a loader, as they come: `qlangevin.metrics.evaluate` takes them.
+        """Yield the average prediction for each batch of a loader; `qlangevin.metrics.evaluate` takes them.
 
         A batch is inputs and labels, which yields (prediction, labels), or inputs alone, which yields predictions. Small
-        batches are taken several at a time, so that a sample is decoded once for all of them. There is a bar on standard
-        error, if that is a terminal.
+        batches are taken several at a time, so that a sample is decoded once for all of them. ``progress`` shows a bar on
+        standard error if that is a terminal.
         """
-        for average, labels in self._stream(loader, progress, spread=False):
+        for average, labels in self._average_loader(loader, progress, spread=False):
             yield average.mean if labels is None else (average.mean, labels)
 
     def uncertainty_loader(self, loader: Iterable[Any], progress: bool = True) -> Iterator[Any]:
-        """The same with `uncertainty`: `qlangevin.metrics.ood` takes them."""
-        for average, labels in self._stream(loader, progress, spread=True):
+        """Yield the `uncertainty` for each batch of a loader, like `predict_loader`; `qlangevin.metrics.ood` takes them."""
+        for average, labels in self._average_loader(loader, progress, spread=True):
             yield average.uncertainty() if labels is None else (average.uncertainty(), labels)
 
-    def _stream(self, loader: Iterable[Any], progress: bool, spread: bool) -> Iterator[tuple[Average, Any]]:
+    def _average_loader(self, loader: Iterable[Any], progress: bool, spread: bool) -> Iterator[tuple[Average, Any]]:
         try:
             total = len(cast(Sized, loader)) * len(self)
-        except TypeError:  # not everything has a length, and not everything that has one knows it
+        except TypeError:  # it has no length, or has one and does not know it
             total = None
         with progress_bar(total, f"averaging {len(self)} samples", progress) as advance:
-            for several in _together(_untouched(loader)):
-                averages = self._averages([x for x, _ in several], spread, advance)
+            for several in _group_batches(_without_moving(loader)):
+                averages = self._average([x for x, _ in several], spread, advance)
                 yield from zip(averages, (labels for _, labels in several), strict=True)
 
-    def _averages(self, inputs: list[Any], spread: bool, advance: Any = lambda label, steps: None) -> list[Average]:
+    def _average(self, inputs: list[Any], spread: bool, advance: Any = lambda label, steps: None) -> list[Average]:
         averages = [Average(self.link, self.noise, spread) for _ in inputs]
-        for i, y in self._ensemble.outputs([self._moved(x) for x in inputs]):
-            averages[i].add(predicted(y, self.link))
+        for i, y in self._ensemble.outputs([self._move_inputs(x) for x in inputs]):
+            averages[i].add(apply_link(y, self.link))
             advance(f"averaging {len(self)} samples", len(y))
         return averages
 
@@ -177,29 +176,29 @@ class Posterior:
     def device(self) -> torch.device:
         return next((t.device for t in chain(self.model.parameters(), self.model.buffers())), torch.device("cpu"))
 
-    def _moved(self, x: Any) -> Any:
+    def _move_inputs(self, x: Any) -> Any:
         def move(t: Any) -> Any:
             return t.to(self.device) if isinstance(t, Tensor) else t
 
-        args, kwargs = inputs_of(x)
+        args, kwargs = split_inputs(x)
         if kwargs:
             return {name: move(t) for name, t in kwargs.items()}
         return tuple(map(move, args)) if isinstance(x, (list, tuple)) else move(x)
 
-    def _decoded(self, s: int) -> dict[str, Tensor]:
-        """The weights and buffers of a sample, as the model's device takes them."""
+    def _decode_sample(self, s: int) -> dict[str, Tensor]:
+        """Return the weights and buffers of a sample on the device of the model."""
         sample = self.members[s]
         tensors = sample.decode(self.device)
         if self.batch_norm is None:
             return tensors
         if sample not in self._statistics:
-            batches = (self._moved(inputs_and_labels(batch)[0]) for batch in _untouched(self.batch_norm))
-            self._statistics[sample] = reestimated(self.model, tensors, batches)
+            batches = (self._move_inputs(split_batch(batch)[0]) for batch in _without_moving(self.batch_norm))
+            self._statistics[sample] = estimate_batch_norm(self.model, tensors, batches)
         return tensors | self._statistics[sample]
 
 
-def _sources(stores: Source | Iterable[Source]) -> list[Source]:
-    """One for each chain; a folder may hold several."""
+def _list_sources(stores: Source | Iterable[Source]) -> list[Source]:
+    """Return the source of each chain; a folder may hold several."""
     if isinstance(stores, (str, os.PathLike)):
         return [*chain_folders(stores)]
     if isinstance(stores, Samples):
@@ -216,14 +215,15 @@ def _sources(stores: Source | Iterable[Source]) -> list[Source]:
     ]
 
 
-def _samples(source: Source) -> list[Sample]:
+def _list_samples(source: Source) -> list[Sample]:
     store = SampleStore.open(source) if isinstance(source, (str, os.PathLike)) else cast(Sequence[Sample], source)
     if not len(store):
         raise ValueError(f"a posterior needs samples, but there are none yet in {getattr(store, 'path', store)}")
     return list(store)
 
 
-def inputs_and_labels(batch: Any) -> tuple[Any, Any]:
+def split_batch(batch: Any) -> tuple[Any, Any]:
+    """Return the inputs and the labels of a batch, None if it has no labels."""
     if not isinstance(batch, (list, tuple)):
         return batch, None
     if len(batch) not in (1, 2):
@@ -233,20 +233,20 @@ def inputs_and_labels(batch: Any) -> tuple[Any, Any]:
     return batch[0], batch[1] if len(batch) == 2 else None
 
 
-def _untouched(loader: Iterable[Any]) -> Iterable[Any]:
-    """Looking at the data is not a step of training."""
+def _without_moving(loader: Iterable[Any]) -> Iterable[Any]:
+    """Return the batches of a loader; the position of a `Loader`, which belongs to training, does not change."""
     return loader.untouched() if isinstance(loader, Loader) else loader
 
 
-def _together(loader: Iterable[Any]) -> Iterator[list[tuple[Any, Any]]]:
-    """Batches, several at a time if they are small."""
+def _group_batches(loader: Iterable[Any]) -> Iterator[list[tuple[Any, Any]]]:
+    """Yield batches, several at a time if they are small."""
     several: list[tuple[Any, Any]] = []
     examples = 0
     for batch in loader:
-        several.append(inputs_and_labels(batch))
-        first = next(iter(tensors_in(several[-1][0])), None)
+        several.append(split_batch(batch))
+        first = next(iter(list_tensors(several[-1][0])), None)
         examples += first.shape[0] if first is not None and first.dim() else 1
-        if examples >= TOGETHER:
+        if examples >= GROUP_SIZE:
             yield several
             several, examples = [], 0
     if several:

@@ -1,4 +1,4 @@
-"""From what a network gives to a prediction, and from many predictions to their average and its uncertainty.
+"""The predictive distribution: predictions from outputs of a network, their average over samples, and its uncertainty.
 
 With samples θ_1 .. θ_S of the posterior and p_s = link(f(x, θ_s)), the Bayesian model average is p = 1/S Σ p_s, and
 
@@ -16,18 +16,17 @@ from typing import Literal, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-__all__ = ["Average", "Link", "Uncertainty", "predicted"]
+__all__ = ["Average", "Link", "Uncertainty", "apply_link"]
 
 Link: TypeAlias = Literal["softmax", "sigmoid", "identity"]
 
 
 class Uncertainty(NamedTuple):
-    """The average, and how uncertain it is: total = aleatoric + epistemic.
+    """The average prediction and its uncertainty: total = aleatoric + epistemic.
 
-    With softmax and sigmoid these are entropies in nats: of the average, the mean entropy of the samples' own predictions, and
-    the difference, which is the mutual information of label and weights. With the identity they are variances: the noise of
-    the data plus the variance over samples, the first, and the second. One number an example with softmax, one an output
-    otherwise.
+    With softmax and sigmoid, entropies in nats: ``total`` of the average, ``aleatoric`` the mean of those of the samples'
+    predictions, ``epistemic`` the mutual information of label and weights. With the identity, variances: ``aleatoric`` the
+    noise of the data, ``epistemic`` the variance over samples. One number per example with softmax, one per output otherwise.
     """
 
     mean: Tensor
@@ -36,9 +35,11 @@ class Uncertainty(NamedTuple):
     epistemic: Tensor
 
 
-def predicted(output: Tensor, link: Link) -> Tensor:
-    """Predictions of several samples from outputs (sample, example, ...); classes are along the next dim, as in torch."""
-    output = output.to(torch.promote_types(output.dtype, torch.float32))  # half precision is for weights, not for sums
+def apply_link(output: Tensor, link: Link) -> Tensor:
+    """Return predictions of several samples from outputs (sample, example, ...); classes are along the next dim."""
+    output = output.to(
+        torch.promote_types(output.dtype, torch.float32)
+    )  # sums over samples need more than half precision
     if link != "softmax":
         return output.sigmoid() if link == "sigmoid" else output
     if output.dim() < 3 or output.shape[2] < 2:
@@ -50,13 +51,13 @@ def predicted(output: Tensor, link: Link) -> Tensor:
 
 
 def entropy(p: Tensor, link: Link, dim: int) -> Tensor:
-    """H(p) in nats: of the classes along a dim, or of each yes and no."""
+    """Return H(p) in nats: of the classes along a dim, or with sigmoid of each binary decision."""
     each: Tensor = torch.special.entr(p)
     return each.sum(dim) if link == "softmax" else each + torch.special.entr(1 - p)
 
 
 class Average:
-    """Predictions that come a few samples at a time, averaged, with their spread if asked for; no sample is kept."""
+    """A running average of predictions, and of their spread if ``spread``; it keeps sums, not samples."""
 
     def __init__(self, link: Link, noise: float = 0.0, spread: bool = True) -> None:
         self.link, self.noise, self.wants_spread, self.count = link, noise, spread, 0
@@ -64,7 +65,7 @@ class Average:
         self.spread: Tensor = torch.zeros(())  # Σ H(p_s), or Σ (p_s - mean)²
 
     def add(self, p: Tensor) -> None:
-        """Predictions of some more samples, (sample, example, ...)."""
+        """Add predictions of some more samples, (sample, example, ...)."""
         mean = p.mean(0)
         shift, weight = mean - self.mean, len(p) / (self.count + len(p))
         if self.wants_spread and self.link == "identity":  # the parallel form of Welford's sum of squares
@@ -80,5 +81,5 @@ class Average:
             noise = torch.full_like(spread, self.noise)
             return Uncertainty(self.mean, spread + noise, noise, spread)
         total = entropy(self.mean, self.link, 1)
-        aleatoric = torch.minimum(spread, total)  # which it is, but for rounding
+        aleatoric = torch.minimum(spread, total)  # Jensen: it is at most the total; rounding may differ
         return Uncertainty(self.mean, total, aleatoric, total - aleatoric)

@@ -1,7 +1,7 @@
-"""A run in one file: model, sampler, schedule, order of the data and counters. A killed run goes on as if it had not been.
+"""Checkpoints: model, sampler, schedule, order of the data and counters in one file. Loading it resumes a run bit for bit.
 
-The file is safetensors: tensors as tensors, and the rest as JSON in its header, with a SHA-256 over both. It is replaced as a
-whole, so that there is always a checkpoint, the old one or the new one.
+The file is safetensors: tensors as tensors, everything else as JSON in its header, with a SHA-256 over both. It is replaced
+atomically, so that there is always a checkpoint, the old one or the new one.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from .. import lowering
 from .._validate import describe_differences
 from .._version import __version__
 from . import files, model_tensors
-from .files import DTYPES, DamagedError
-from .hashing import sha256
+from .files import DamagedError
 from .manifest import TensorInfo, is_count
 from .state_json import flatten, random_state, set_random_state, unflatten
 from .store import SampleStore
+from .tensor_file import DTYPES, check_header_length, check_specs, report_damage, tensor_chunks
 
 __all__ = ["load_checkpoint", "save_checkpoint"]
 
 VERSION = 1
 FILE = "checkpoint.safetensors"
-MODEL = "model."  # before the names of the model's tensors
+MODEL = "model."  # prefix of the names of the model's tensors
 
 
 class Stateful(Protocol):
-    """A scheduler, a `Loader`, or anything else that can say where it is and be put there."""
+    """A scheduler, a `Loader`, or anything else with a state dict."""
 
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...
@@ -53,35 +53,35 @@ def save_checkpoint(
     store: SampleStore | None = None,
     **counters: Any,
 ) -> None:
-    """Save all that a run needs to go on, in one file that is replaced as a whole.
+    """Save all that is needed to resume a run, in one file that is replaced atomically.
 
     Args:
         path: the file; in a folder, ``checkpoint.safetensors``.
-        model: parameters, buffers, and how often each layer of a lowered model has run.
-        sampler, schedule, loader: their states.
-        store: how many samples it has; `load_checkpoint` takes it back to that many.
-        counters: whatever else: numbers, words, tensors, and lists, tuples and dicts of them.
+        model: its parameters, buffers, and how often each layer of a lowered model has run are saved.
+        sampler, schedule, loader: their states are saved.
+        store: the number of its samples is saved; `load_checkpoint` truncates it to that many.
+        counters: anything else: numbers, strings, tensors, and lists, tuples and dicts of them.
     """
-    given = _named(model, sampler, schedule, loader)
+    given = _check_components(model, sampler, schedule, loader)
     tensors, named = dict[str, Tensor](), model_tensors.named_tensors(model)
-    info = model_tensors.describe(named)
+    infos = model_tensors.describe(named)
     about = {
         "checkpoint": VERSION,
         "library": __version__,
-        "tensors": {name: t.as_json() for name, t in info.items()},
-        "layers": lowering.state_dict(model_tensors.unwrapped(model)),
-        "lowered": lowering.settings(model_tensors.unwrapped(model)),
+        "tensors": {name: info.to_json() for name, info in infos.items()},
+        "layers": lowering.state_dict(model_tensors.unwrap(model)),
+        "lowered": lowering.settings(model_tensors.unwrap(model)),
         "classes": {name: type(component).__name__ for name, component in given.items()},
         "states": flatten({name: c.state_dict() for name, c in given.items()}, tensors, "states"),
         "random": flatten(random_state(), tensors, "random"),
-        "store": None if store is None else _about(store, len(store)),
+        "store": None if store is None else _identify_store(store, len(store)),
         "counters": flatten(counters, tensors, "counters"),
     }
-    parts = tensors | {f"{MODEL}{name}": t for name, t in model_tensors.gather(named, info).items()}
+    tensors |= {f"{MODEL}{name}": t for name, t in model_tensors.encode_tensors(named, infos).items()}
     text = json.dumps(about, separators=(",", ":"))
-    file = _file(path)
+    file = _resolve_path(path)
     files.remove_leftovers(file.parent, glob.escape(file.name))
-    files.write(file, files.tensor_parts(parts, {"qlangevin": text, "sha256": _hash(parts, text)}))
+    files.write(file, tensor_chunks(tensors, {"qlangevin": text, "sha256": _hash_content(tensors, text)}))
 
 
 def load_checkpoint(
@@ -94,19 +94,19 @@ def load_checkpoint(
     *,
     missing_ok: bool = False,
 ) -> dict[str, Any]:
-    """Put a run where it was when its checkpoint was saved; returns the counters.
+    """Return a run to where it was when its checkpoint was saved; returns the counters.
 
-    What is given must have been saved; what was saved need not be given. The states of the random generators of torch, NumPy
-    and Python are put back if there is a sampler. If anything does not fit, that is an error, and nothing has changed.
+    What is given must have been saved; what was saved need not be given. If a sampler is given, the random generators of
+    torch, NumPy and Python are set too. If anything does not fit, an error is raised and nothing has changed.
 
     Args:
         path: as for `save_checkpoint`.
-        model, sampler, schedule, loader: made as they were for the run.
-        store: samples that came after the checkpoint are dropped: the run will draw them again, the same to the byte.
-        missing_ok: a run that has no checkpoint yet begins, and its first is saved at once, so that from then on there is
-            one; returns no counters. A store that has samples without a checkpoint is not touched, that is an error.
+        model, sampler, schedule, loader: constructed as for the run.
+        store: samples that came after the checkpoint are removed: the run will draw them again, the same to the byte.
+        missing_ok: if there is no checkpoint yet, save the first one and return no counters. A store that has samples but no
+            checkpoint is an error, and stays as it is.
     """
-    file, given = _file(path), _named(model, sampler, schedule, loader)
+    file, given = _resolve_path(path), _check_components(model, sampler, schedule, loader)
     if not file.exists():
         if not missing_ok:
             raise FileNotFoundError(f"there is no checkpoint {file}")
@@ -117,24 +117,26 @@ def load_checkpoint(
             )
         save_checkpoint(path, model, sampler, schedule, loader, store)
         return {}
-    saved = _read(file)
+    saved = _read_checkpoint(file)
     _check_fits(saved, model, given)
-    samples = _common_samples(saved, store) if store is not None else 0
-    _load(saved, model_tensors.unwrapped(model), given)
+    samples = _count_shared_samples(saved, store) if store is not None else 0
+    _load_all(saved, model_tensors.unwrap(model), given)
     if store is not None:
         store.truncate(samples)
     return saved.counters
 
 
 def _check_fits(saved: Saved, model: nn.Module, given: Mapping[str, Stateful]) -> None:
-    """Refuse a model or a component that is not of the kind that was saved."""
+    """Raise ValueError for a model or a component that is not of the kind that was saved."""
     here = model_tensors.describe(model_tensors.named_tensors(model))
-    model_tensors.check_fits(here, saved.info, saved.what, formats=True)
-    if "sampler" in given and (odd := [name for name in here if here[name].format != saved.info[name].format]):
-        raise ValueError(f"{saved.what} is of a model packed as {saved.info[odd[0]].format}, not {here[odd[0]].format}")
-    lowering.check_state(model_tensors.unwrapped(model), saved.layers)
+    model_tensors.check_fits(here, saved.infos, saved.what, formats=True)
+    if "sampler" in given and (odd := [name for name in here if here[name].format != saved.infos[name].format]):
+        raise ValueError(
+            f"{saved.what} is of a model packed as {saved.infos[odd[0]].format}, not {here[odd[0]].format}"
+        )
+    lowering.check_state(model_tensors.unwrap(model), saved.layers)
     if "sampler" in given and (
-        odd := describe_differences(saved.lowered, lowering.settings(model_tensors.unwrapped(model)))
+        odd := describe_differences(saved.lowered, lowering.settings(model_tensors.unwrap(model)))
     ):
         raise ValueError(f"{saved.what} is of a model lowered otherwise: {'; '.join(odd[:3])}")
     for name, component in given.items():
@@ -144,14 +146,14 @@ def _check_fits(saved: Saved, model: nn.Module, given: Mapping[str, Stateful]) -
             raise ValueError(f"{saved.what} was saved {was}, not with a {kind}")
 
 
-def _about(store: SampleStore, count: int) -> dict[str, Any]:
-    """What tells a store and its first samples from others."""
+def _identify_store(store: SampleStore, count: int) -> dict[str, Any]:
+    """Return what tells a store and its first ``count`` samples from others."""
     last = store.manifest.samples[count - 1].digest.sha256 if count else None
     return {"samples": count, "last": last, "settings": store.manifest.settings}
 
 
-def _common_samples(saved: Saved, store: SampleStore) -> int:
-    """How many samples the store had when the checkpoint was saved, if it is that store and still has them."""
+def _count_shared_samples(saved: Saved, store: SampleStore) -> int:
+    """Return how many samples the store had when the checkpoint was saved; raise ValueError if it is another store."""
     store.require_writable()
     if saved.store is None:
         raise ValueError(f"{saved.what} was saved without a store")
@@ -160,13 +162,13 @@ def _common_samples(saved: Saved, store: SampleStore) -> int:
         raise DamagedError(f"{saved.what} is damaged: an entry is of another kind than it should be")
     if count > len(store):
         raise ValueError(f"{saved.what} comes after {count} samples, but {store.path} has {len(store)}")
-    if odd := describe_differences(saved.store, _about(store, count)):
+    if odd := describe_differences(saved.store, _identify_store(store, count)):
         raise ValueError(f"{saved.what} is of another run than the store in {store.path}: {'; '.join(odd[:3])}")
     return int(count)
 
 
-def _load(saved: Saved, model: nn.Module, given: Mapping[str, Stateful]) -> None:
-    """Load everything, or nothing: if one part refuses, those before it go back to where they were."""
+def _load_all(saved: Saved, model: nn.Module, given: Mapping[str, Stateful]) -> None:
+    """Load all components, or none: if one raises, those before it get their old states back."""
     with ExitStack() as undo:
         for name, component in given.items():
             undo.callback(component.load_state_dict, copy.copy(component.state_dict()))
@@ -184,10 +186,10 @@ def _load(saved: Saved, model: nn.Module, given: Mapping[str, Stateful]) -> None
 
 @dataclass(frozen=True)
 class Saved:
-    """What is in a checkpoint, checked."""
+    """Checked content of a checkpoint."""
 
     what: str
-    info: dict[str, TensorInfo]
+    infos: dict[str, TensorInfo]
     values: dict[str, Tensor]
     layers: dict[str, int]
     lowered: dict[str, str]
@@ -208,10 +210,11 @@ class Saved:
             raise TypeError("an entry is of another kind than it should be")
 
 
-def _named(model: Any, sampler: Any, schedule: Any, loader: Any) -> dict[str, Stateful]:
+def _check_components(model: Any, sampler: Any, schedule: Any, loader: Any) -> dict[str, Stateful]:
+    """Return the components given, by name; raise TypeError for one without a state dict."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a module, got {type(model).__name__}; the first argument is the path")
-    # The sampler last: it is the one that holds the learning rate a schedule sets.
+    # The sampler is loaded last: it holds the learning rate, which loading a schedule sets.
     all_three = {"schedule": schedule, "loader": loader, "sampler": sampler}
     given = {name: component for name, component in all_three.items() if component is not None}
     for name, component in given.items():
@@ -221,24 +224,24 @@ def _named(model: Any, sampler: Any, schedule: Any, loader: Any) -> dict[str, St
     return given
 
 
-def _hash(parts: Mapping[str, Tensor], text: str) -> str:
-    """Of all there is: the file that would be written if the hash were not in it."""
-    return sha256(*files.tensor_parts(parts, {"qlangevin": text}))
+def _hash_content(tensors: Mapping[str, Tensor], text: str) -> str:
+    """Return the SHA-256 of the file as it would be without the hash in its header."""
+    return files.sha256(*tensor_chunks(tensors, {"qlangevin": text}))
 
 
-def _file(path: str | os.PathLike[str]) -> Path:
+def _resolve_path(path: str | os.PathLike[str]) -> Path:
     return Path(path) / FILE if Path(path).is_dir() else Path(path)
 
 
-def _open(file: Path, what: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The JSON of a checkpoint and its tensors, mapped, if they are what was written."""
-    with files.opened(file, what) as mapped:
-        files.header_length(mapped, what)
-    with files.library(what), safe_open(file, framework="pt") as opened:
+def _read_file(file: Path, what: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return the JSON of a checkpoint and its tensors, mapped; raise DamagedError if they are not what was written."""
+    with files.map_file(file, what) as mapped:
+        check_header_length(mapped, what)
+    with report_damage(what), safe_open(file, framework="pt") as opened:
         metadata = opened.metadata() or {}
         tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
     text = metadata.get("qlangevin", "")
-    if any(t.dtype not in DTYPES for t in tensors.values()) or metadata.get("sha256") != _hash(tensors, text):
+    if any(t.dtype not in DTYPES for t in tensors.values()) or metadata.get("sha256") != _hash_content(tensors, text):
         raise DamagedError(f"{what} is damaged: its content is not what was written (SHA-256 differs)")
     about = files.parse_json(text, what)
     version = about.get("checkpoint") if isinstance(about, dict) else None
@@ -247,18 +250,18 @@ def _open(file: Path, what: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
     return about, tensors
 
 
-def _read(file: Path) -> Saved:
+def _read_checkpoint(file: Path) -> Saved:
     what = f"the checkpoint {file}"
-    about, tensors = _open(file, what)
+    about, tensors = _read_file(file, what)
     try:
-        info = {name: TensorInfo.of(t) for name, t in about["tensors"].items()}
-        parts = {name.removeprefix(MODEL): t for name, t in tensors.items() if name.startswith(MODEL)}
-        specs = {part: spec for name, each in info.items() for part, spec in each.parts(name).items()}
-        files.check_same({name: (t.dtype, tuple(t.shape)) for name, t in parts.items()}, specs, what)
+        infos = {name: TensorInfo.from_json(t) for name, t in about["tensors"].items()}
+        stored = {name.removeprefix(MODEL): t for name, t in tensors.items() if name.startswith(MODEL)}
+        specs = {each: spec for name, info in infos.items() for each, spec in info.stored_specs(name).items()}
+        check_specs({name: (t.dtype, tuple(t.shape)) for name, t in stored.items()}, specs, what)
         return Saved(
             what=what,
-            info=info,
-            values=model_tensors.assemble(parts, info, what),
+            infos=infos,
+            values=model_tensors.restore_tensors(stored, infos, what),
             layers=about["layers"],
             lowered=about["lowered"],
             classes=about["classes"],

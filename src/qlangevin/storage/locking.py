@@ -1,4 +1,4 @@
-"""One writer at a time: a lock on a folder that dies with its process, however that dies."""
+"""A lock on a folder, for one writer at a time. The system releases it when the process ends, however it ends."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _held: weakref.WeakSet[Lock] = weakref.WeakSet()
 
 
 class Lock:
-    """The lock of a folder, held until `release`, or until the system has closed the file of a process that is gone.
+    """The lock of a folder, held until `release` or the end of the process.
 
-    The file itself stays, empty: to remove it would let two processes hold locks on two files of the same name.
+    Its empty file is never removed: otherwise two processes could hold locks on two files of the same name.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -42,7 +42,7 @@ class Lock:
 
     @property
     def held(self) -> bool:
-        """Whether this process, not one it was forked from, has the lock."""
+        """True in the process that took the lock, False in those forked from it."""
         return self.descriptor >= 0
 
     def release(self) -> None:
@@ -55,11 +55,11 @@ class Lock:
             self.release()
 
 
-def _after_fork() -> None:
-    """A forked process shares the lock: workers of a data loader would keep it when the writer has been killed."""
+def _release_in_child() -> None:
+    """Release inherited locks: the workers of a data loader would otherwise keep the lock of a writer that was killed."""
     for lock in list(_held):
         lock.release()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+    os.register_at_fork(after_in_child=_release_in_child)

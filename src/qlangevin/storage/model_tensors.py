@@ -1,7 +1,7 @@
-"""What of a model goes into a sample, and how it gets out again.
+"""The tensors of a model and what a file stores of them.
 
-A parameter that is on a grid goes in as codes, without loss, whether it is packed or a float tensor whose sampler keeps it on
-that grid; everything else goes in as it is.
+A parameter on a grid is stored as codes, without loss, whether it is packed or a float tensor whose sampler keeps it on that
+grid; every other parameter and buffer is stored as it is.
 """
 
 from __future__ import annotations
@@ -15,28 +15,29 @@ from torch.optim import Optimizer
 
 from ..quantization.formats import Format, parse
 from ..quantization.qtensor import QTensor, decoded, encode_on_grid
-from .files import DTYPES, DamagedError
+from .files import DamagedError
 from .manifest import NAMES, Kind, TensorInfo
+from .tensor_file import DTYPES
 
 __all__ = [
-    "assemble",
     "check_fits",
+    "count_ranks",
     "describe",
-    "gather",
+    "encode_tensors",
     "load_into",
-    "moved",
+    "move_to",
     "named_tensors",
-    "plain",
-    "ranks_of",
-    "unwrapped",
+    "restore_tensors",
+    "to_plain",
+    "unwrap",
 ]
 
-RANKS = "_qlangevin_ranks"  # what `replicate` leaves on a model
+RANKS = "_qlangevin_ranks"  # attribute of a model, set by `distributed.replicate`
 _DTYPE_NAMES = {dtype: name for name, dtype in NAMES.items()}
 
 
-def unwrapped(model: nn.Module) -> nn.Module:
-    """The module itself, without what `torch.compile` or data parallelism put around it: its names are those that count."""
+def unwrap(model: nn.Module) -> nn.Module:
+    """Return the module inside the wrappers of `torch.compile` and data parallelism: tensors are stored under its names."""
     while True:
         inner = getattr(model, "_orig_mod", None)
         if inner is None and isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
@@ -46,15 +47,15 @@ def unwrapped(model: nn.Module) -> nn.Module:
         model = inner
 
 
-def ranks_of(model: nn.Module) -> int:
-    """How many processes step the model together."""
-    return int(getattr(unwrapped(model), RANKS, 1))
+def count_ranks(model: nn.Module) -> int:
+    """Return the number of processes that step the model together."""
+    return int(getattr(unwrap(model), RANKS, 1))
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers; what is shared stands there once, under its first name."""
+    """Return parameters and persistent buffers by name; shared tensors once, under their first name."""
     parameters, buffers = dict[int, tuple[str, Tensor]](), dict[int, tuple[str, Tensor]]()
-    for where, module in unwrapped(model).named_modules():
+    for where, module in unwrap(model).named_modules():
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             raise TypeError(
                 f"{where or 'the model'!r} ({type(module).__name__}) has extra state, which could hold anything; "
@@ -71,13 +72,13 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def describe(tensors: Mapping[str, Tensor], sampler: Optimizer | None = None) -> dict[str, TensorInfo]:
-    """What the `named_tensors` of a model are; a sampler knows the formats of parameters that are not packed."""
+    """Describe the `named_tensors` of a model; a sampler knows the formats of parameters that are not packed."""
     groups = sampler.param_groups if sampler is not None else []
     known = {id(p): group.get("weights") for group in groups for p in group["params"]}
-    return {name: _info(name, t, known.get(id(t))) for name, t in tensors.items()}
+    return {name: _describe_one(name, t, known.get(id(t))) for name, t in tensors.items()}
 
 
-def _info(name: str, t: Tensor, weights: str | Format | None) -> TensorInfo:
+def _describe_one(name: str, t: Tensor, weights: str | Format | None) -> TensorInfo:
     if t.dtype not in DTYPES or t.layout != torch.strided:
         raise TypeError(f"{name!r} is a {t.layout} tensor of {t.dtype}, which cannot be stored")
     if hasattr(t, "_local_tensor"):
@@ -87,13 +88,13 @@ def _info(name: str, t: Tensor, weights: str | Format | None) -> TensorInfo:
     if name == "__metadata__" or name != name.encode(errors="ignore").decode():
         raise ValueError(f"{name!r} cannot be the name of a tensor in a file; rename it")
     if not isinstance(t, nn.Parameter):
-        return _made("buffer", tuple(t.shape), t.dtype, None)
+        return _make_info("buffer", tuple(t.shape), t.dtype, None)
     format = t.format if isinstance(t, QTensor) else parse(weights) if weights is not None and t.requires_grad else None
-    return _made("parameter" if t.requires_grad else "frozen", tuple(t.shape), t.dtype, format)
+    return _make_info("parameter" if t.requires_grad else "frozen", tuple(t.shape), t.dtype, format)
 
 
-@lru_cache(maxsize=4096)  # every append asks for those of all tensors
-def _made(kind: Kind, shape: tuple[int, ...], dtype: torch.dtype, format: Format | None) -> TensorInfo:
+@lru_cache(maxsize=4096)  # every append describes all tensors again
+def _make_info(kind: Kind, shape: tuple[int, ...], dtype: torch.dtype, format: Format | None) -> TensorInfo:
     coded = str(format) if format is not None and format.storage_bits < 32 else None
     return TensorInfo(kind, shape, _DTYPE_NAMES[dtype], coded)
 
@@ -101,9 +102,9 @@ def _made(kind: Kind, shape: tuple[int, ...], dtype: torch.dtype, format: Format
 def check_fits(
     found: Mapping[str, TensorInfo], tensors: Mapping[str, TensorInfo], what: str, formats: bool = False
 ) -> None:
-    """Refuse a model that has other tensors: which ones, and how they differ.
+    """Raise ValueError if a model has other tensors than those stored, naming them.
 
-    How a parameter is kept, as codes or floats, frozen or not, makes no difference unless ``formats`` are asked for.
+    With ``formats``, parameters must also be packed alike and frozen alike.
     """
     odd = [f"{name!r} is missing in the model" for name in tensors if name not in found]
     odd += [f"{name!r} is in the model only" for name in found if name not in tensors]
@@ -121,26 +122,30 @@ def check_fits(
         raise ValueError(f"{what} is of another model: {'; '.join(odd[:5])}{more}")
 
 
-def gather(tensors: Mapping[str, Tensor], infos: Mapping[str, TensorInfo]) -> dict[str, Tensor]:
-    """What files hold of the tensors that are described: contiguous, on the CPU."""
-    parts = [_parts(name, tensors[name], info) for name, info in infos.items()]
-    return {part: _resolved(t.cpu().contiguous()) for found in parts for part, t in found.items()}
+def encode_tensors(tensors: Mapping[str, Tensor], infos: Mapping[str, TensorInfo]) -> dict[str, Tensor]:
+    """Return what a file stores of the tensors described, contiguous and on the CPU: codes, exponents, plain tensors."""
+    stored: dict[str, Tensor] = {}
+    for name, info in infos.items():
+        for stored_name, t in _encode_one(name, tensors[name], info).items():
+            stored[stored_name] = _resolve(t.cpu().contiguous())
+    return stored
 
 
-def _resolved(t: Tensor) -> Tensor:
+def _resolve(t: Tensor) -> Tensor:
+    """Apply a conjugation or negation that PyTorch has put off."""
     return t.resolve_conj().resolve_neg() if t.is_conj() or t.is_neg() else t
 
 
-def _parts(name: str, t: Tensor, info: TensorInfo) -> dict[str, Tensor]:
+def _encode_one(name: str, t: Tensor, info: TensorInfo) -> dict[str, Tensor]:
     if info.format is None:
-        values = plain(t)
+        values = to_plain(t)
         if info.kind != "buffer" and not _finite(values):
             raise ValueError(f"{name!r} holds an infinity or a NaN: the chain has diverged, and nothing was stored")
         return {name: values}
     format = parse(info.format)
-    q = t if isinstance(t, QTensor) and not t.is_view else encode_on_grid(plain(t), format)
+    q = t if isinstance(t, QTensor) and not t.is_view else encode_on_grid(to_plain(t), format)
     if q is None:
-        values = plain(t)
+        values = to_plain(t)
         away = f" ({int((~format.is_representable(values)).sum())} of {t.numel()})" if _finite(values) else ""
         raise ValueError(
             f"{name!r} holds numbers that are not on the grid of {format}{away}: something other than the sampler wrote them"
@@ -148,29 +153,29 @@ def _parts(name: str, t: Tensor, info: TensorInfo) -> dict[str, Tensor]:
     return {f"{name}.codes": q.codes} | ({} if q.exponents is None else {f"{name}.exponents": q.exponents})
 
 
-def plain(t: Tensor) -> Tensor:
-    """The numbers of a tensor, packed or not, without a way back for autograd."""
-    with torch.no_grad():  # detaching a QTensor for the first time imports the compiler, which takes seconds
+def to_plain(t: Tensor) -> Tensor:
+    """Return the numbers of a tensor, packed or not, detached from autograd."""
+    with torch.no_grad():  # the first detach of a QTensor imports PyTorch's compiler, which takes seconds
         return decoded(t).detach()
 
 
-def moved(t: Tensor, device: torch.device | str | None) -> Tensor:
-    """A tensor on a device, codes as codes."""
+def move_to(t: Tensor, device: torch.device | str | None) -> Tensor:
+    """Move a tensor to a device, packed ones as codes."""
     if not isinstance(t, QTensor):
         return t.to(device)
     exponents = None if t.exponents is None else t.exponents.to(device)
     return QTensor(t.codes.to(device), exponents, t.format, t.base_shape, t.dtype)
 
 
-def assemble(parts: Mapping[str, Tensor], tensors: Mapping[str, TensorInfo], what: str) -> dict[str, Tensor]:
-    """The inverse of `gather`; packed parameters come back as QTensors. Codes that stand for no number are refused."""
+def restore_tensors(stored: Mapping[str, Tensor], infos: Mapping[str, TensorInfo], what: str) -> dict[str, Tensor]:
+    """Invert `encode_tensors`; codes become QTensors. Raise DamagedError for codes that stand for no number."""
     found: dict[str, Tensor] = {}
-    for name, info in tensors.items():
+    for name, info in infos.items():
         if info.format is None:
-            t = parts[name]
+            t = stored[name]
             good = info.kind == "buffer" or _finite(t)
         else:
-            format, codes, exponents = parse(info.format), parts[f"{name}.codes"], parts.get(f"{name}.exponents")
+            format, codes, exponents = parse(info.format), stored[f"{name}.codes"], stored.get(f"{name}.exponents")
             t = QTensor(codes, exponents, format, torch.Size(info.shape), NAMES[info.dtype])
             good = _are_codes(t)
         if not good:
@@ -180,17 +185,17 @@ def assemble(parts: Mapping[str, Tensor], tensors: Mapping[str, TensorInfo], wha
 
 
 def _are_codes(q: QTensor) -> bool:
-    """Whether all codes are of the kind that `encode` makes."""
+    """Return True if `encode` could have made all of these codes."""
     return q.format.are_codes(q.unpacked(), q.exponents)
 
 
 def _finite(t: Tensor) -> bool:
-    # Torch does not know of all 8-bit floats whether they are finite.
+    # PyTorch has no isfinite for some 8-bit floats.
     return bool((t.float() if t.dtype.is_floating_point and t.itemsize == 1 else t).isfinite().all())
 
 
 def load_into(tensors: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
-    """Put values in the place of a model's: codes into codes where the format is the same."""
+    """Copy values into the tensors of a model: codes into codes where the format is the same."""
     with torch.no_grad():
         for name, t in tensors.items():
             t.copy_(values[name])

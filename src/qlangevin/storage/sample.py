@@ -1,10 +1,10 @@
-"""Samples on disk, read: a folder is a sequence of samples, a sample a mapping of names to tensors.
+"""Reading samples: a folder is a sequence of samples, a sample a mapping of names to tensors.
 
-    run/manifest.json              what the samples are of, and the checksum of every file
+    run/manifest.json              tensors, settings, and the checksum of every file
     run/frozen.safetensors         frozen parameters, once
-    run/samples/000000.safetensors codes and exponents of the first sample, and its buffers
+    run/samples/000000.safetensors codes, exponents and buffers of the first sample
 
-Opening reads the manifest. A sample is mapped into memory when it is first asked for, and hashed then.
+Opening a folder reads the manifest. A sample is mapped into memory and hashed when it is first used.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from . import files, model_tensors
 from .files import DamagedError
 from .manifest import Manifest, Record
+from .tensor_file import map_tensors
 
 __all__ = ["FOLDER", "FROZEN", "MANIFEST", "Sample", "Samples", "chain_folder", "chain_folders"]
 
@@ -27,12 +28,12 @@ MANIFEST, FROZEN, FOLDER = "manifest.json", "frozen.safetensors", "samples"
 
 
 def chain_folder(run: str | os.PathLike[str], chain: int) -> Path:
-    """Where in the folder of a run the store of one of its chains is."""
+    """Return the folder of the store of one chain of a run."""
     return Path(run) / f"chain-{chain}"
 
 
 def chain_folders(run: str | os.PathLike[str]) -> list[Path]:
-    """The stores of a run: those of its chains in order, or, of a run that is one chain, the folder itself."""
+    """Return the folders of the stores of a run: its chains in order, or the run itself if it is one chain."""
     path = Path(run)
     found = [p for p in path.glob("chain-*") if p.name[6:].isdecimal() and (p / MANIFEST).exists()]
     if (path / MANIFEST).exists() or not found:
@@ -41,7 +42,7 @@ def chain_folders(run: str | os.PathLike[str]) -> list[Path]:
 
 
 class Sample(Mapping[str, Tensor]):
-    """One sample: its tensors by name, mapped into memory when first asked for; packed parameters are `QTensor`s."""
+    """One sample: its tensors by name, mapped into memory when first used; packed parameters are `QTensor`s."""
 
     def __init__(self, store: Samples, index: int, record: Record) -> None:
         self.index, self.step, self.nbytes = index, record.step, record.digest.size
@@ -51,7 +52,7 @@ class Sample(Mapping[str, Tensor]):
     @property
     def tensors(self) -> Mapping[str, Tensor]:
         if self._tensors is None:
-            self._tensors = self.store._load(self.index, self._record)
+            self._tensors = self.store._load_sample(self.index, self._record)
         return self._tensors
 
     def __getitem__(self, name: str) -> Tensor:
@@ -63,29 +64,29 @@ class Sample(Mapping[str, Tensor]):
     def __len__(self) -> int:
         return len(self.store.manifest.tensors)
 
-    __eq__, __hash__ = object.__eq__, object.__hash__  # not tensor by tensor
+    __eq__, __hash__ = object.__eq__, object.__hash__  # by identity, where Mapping would compare tensors
 
     def __repr__(self) -> str:
         return f"Sample({self.index} of {self.store.path}, step {self.step}, {self.nbytes} bytes)"
 
     def decode(self, device: torch.device | str | None = None) -> dict[str, Tensor]:
-        """The tensors as plain ones; codes move to the device before they are decoded."""
-        return {name: model_tensors.plain(model_tensors.moved(t, device)) for name, t in self.items()}
+        """Return the tensors decoded; codes are moved to the device before they are decoded."""
+        return {name: model_tensors.to_plain(model_tensors.move_to(t, device)) for name, t in self.items()}
 
     def load_into(self, model: nn.Module) -> None:
-        """Make these the weights and buffers of a model, packed or not."""
+        """Copy the sample into the parameters and buffers of a model, packed or not."""
         tensors = model_tensors.named_tensors(model)
         model_tensors.check_fits(model_tensors.describe(tensors), self.store.manifest.tensors, repr(self))
         model_tensors.load_into(tensors, self)
 
 
 class Samples(Sequence[Sample]):
-    """A folder of samples. Somebody else may be adding to it: what has been added is seen when the length is asked for."""
+    """A folder of samples, for reading. A writer may be adding to it: ``len`` sees what has been added."""
 
     def __init__(self, path: Path, manifest: Manifest | None = None) -> None:
         self.path, self.manifest = path, Manifest("", {}, {}) if manifest is None else manifest
-        self._stamp: tuple[int, ...] = ()  # of the manifest that was read
-        self._intact: dict[int, Record] = {}  # samples whose content has been hashed
+        self._stamp: tuple[int, ...] = ()  # inode, time and size of the manifest that was read
+        self._verified: dict[int, Record] = {}  # samples whose SHA-256 has been checked
         self._frozen: dict[str, Tensor] | None = None
 
     def __len__(self) -> int:
@@ -109,70 +110,70 @@ class Samples(Sequence[Sample]):
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        """How the samples were drawn: settings of the sampler and the schedule, and the seed."""
+        """Settings of the sampler and the schedule, and the seed."""
         return self.manifest.settings
 
     @property
     def nbytes(self) -> int:
-        """All that the samples take on the disk, without the manifest."""
+        """Size of all files of tensors on the disk."""
         self._refresh()
         records = [*self.manifest.samples, *([self.manifest.frozen] if self.manifest.frozen else [])]
         return sum(record.digest.size for record in records)
 
     def verify(self) -> None:
-        """Read every file, and raise a DamagedError that names all that are not what was written."""
+        """Read every file; raise a DamagedError that names all that are not what was written."""
         self._refresh()
-        self._frozen, self._intact = None, {}
-        self._frozen_tensors()  # without which no sample is whole
-        found = []
+        self._frozen, self._verified = None, {}
+        self._load_frozen()  # every sample needs them
+        problems = []
         for i, record in enumerate(self.manifest.samples):
             try:
-                self._load(i, record)
+                self._load_sample(i, record)
             except (DamagedError, OSError) as error:
-                found.append(str(error))
-        if found:
-            good = len(self.manifest.samples) - len(found)
-            raise DamagedError("; ".join(found) + f". The other {good} samples of {self.path} are as they were written")
+                problems.append(str(error))
+        if problems:
+            good = len(self.manifest.samples) - len(problems)
+            raise DamagedError(
+                "; ".join(problems) + f". The other {good} samples of {self.path} are as they were written"
+            )
 
-    def _file(self, index: int) -> Path:
+    def _sample_file(self, index: int) -> Path:
         return self.path / FOLDER / f"{index:06d}.safetensors"
 
     @staticmethod
-    def _read(path: Path) -> Manifest:
+    def _read_manifest(path: Path) -> Manifest:
         try:
             return Manifest.from_json(files.read(path / MANIFEST, "the manifest"))
         except DamagedError as error:
             raise DamagedError(f"{path}: {error}") from None
 
     def _refresh(self) -> None:
-        """See what has been added since."""
+        """Read the manifest again if it has changed."""
         about = os.stat(self.path / MANIFEST)
         stamp = (about.st_ino, about.st_mtime_ns, about.st_size)
         if stamp != self._stamp:
-            self.manifest, self._stamp = self._read(self.path), stamp
-            self._forget()
+            self.manifest, self._stamp = self._read_manifest(self.path), stamp
+            self._forget_replaced()
 
-    def _forget(self) -> None:
-        """Files of the same number may be others now."""
+    def _forget_replaced(self) -> None:
+        """Forget that samples were verified whose files have been replaced."""
         samples = self.manifest.samples
-        self._intact = {i: record for i, record in self._intact.items() if i < len(samples) and samples[i] == record}
+        self._verified = {i: record for i, record in self._verified.items() if samples[i : i + 1] == (record,)}
 
-    def _load(self, index: int, record: Record) -> dict[str, Tensor]:
+    def _load_sample(self, index: int, record: Record) -> dict[str, Tensor]:
         what = f"sample {index} of {self.path}"
-        specs = self.manifest.specs("parameter", "buffer")
-        hashed = self._intact.get(index) == record
-        parts = files.map_tensors(self._file(index), specs, record.digest, what, check=not hashed)
-        tensors = (
-            model_tensors.assemble(parts, self.manifest.of_kind("parameter", "buffer"), what) | self._frozen_tensors()
-        )
-        self._intact[index] = record
+        specs, infos = self.manifest.stored_specs("parameter", "buffer"), self.manifest.select("parameter", "buffer")
+        check_hash = self._verified.get(index) != record
+        stored = map_tensors(self._sample_file(index), specs, record.digest, what, check_hash)
+        tensors = model_tensors.restore_tensors(stored, infos, what) | self._load_frozen()
+        self._verified[index] = record
         return {name: tensors[name] for name in self.manifest.tensors}
 
-    def _frozen_tensors(self) -> dict[str, Tensor]:
+    def _load_frozen(self) -> dict[str, Tensor]:
         if self.manifest.frozen is None:
             return {}
         if self._frozen is None:
-            what, specs = f"{FROZEN} of {self.path}", self.manifest.specs("frozen")
-            parts = files.map_tensors(self.path / FROZEN, specs, self.manifest.frozen.digest, what)
-            self._frozen = model_tensors.assemble(parts, self.manifest.of_kind("frozen"), what)
+            what, specs = f"{FROZEN} of {self.path}", self.manifest.stored_specs("frozen")
+            stored = map_tensors(self.path / FROZEN, specs, self.manifest.frozen.digest, what)
+            self._frozen = model_tensors.restore_tensors(stored, self.manifest.select("frozen"), what)
         return self._frozen

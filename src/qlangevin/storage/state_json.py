@@ -1,4 +1,4 @@
-"""States of samplers, schedules and loaders as JSON and tensors: what a pickle would do, without running anything."""
+"""State dicts of samplers, schedules and loaders as JSON and tensors: like pickle, but reading executes nothing."""
 
 from __future__ import annotations
 
@@ -12,15 +12,17 @@ import torch
 from torch import Tensor
 
 from ..quantization.qtensor import QTensor
-from .files import DTYPES, DamagedError
+from .files import DamagedError
+from .tensor_file import DTYPES
 
-__all__ = ["flatten", "unflatten"]
+__all__ = ["flatten", "random_state", "set_random_state", "unflatten"]
 
 
 def flatten(tree: Any, tensors: dict[str, Tensor], where: str) -> Any:
-    """A tree of dicts, lists, tuples, numbers, words and tensors as JSON; the tensors go into ``tensors``.
+    """Turn a tree of dicts, lists, tuples, numbers, strings and tensors into JSON; put the tensors into ``tensors``.
 
-    Numbers, words, lists and None stand for themselves. Anything else is an object with one key that says what it is.
+    Numbers, strings, lists and None stay as they are. Anything else becomes an object with one key, which names its type.
+    ``where`` is the path to the tree, for names of tensors and error messages.
     """
     if isinstance(tree, Tensor):
         if tree.layout != torch.strided or tree.dtype not in DTYPES or tree.is_meta or isinstance(tree, QTensor):
@@ -50,7 +52,7 @@ def flatten(tree: Any, tensors: dict[str, Tensor], where: str) -> Any:
 
 
 def unflatten(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """The inverse; tensors are copies."""
+    """Invert `flatten`; tensors are copied."""
     if isinstance(tree, list):
         return [unflatten(item, tensors) for item in tree]
     if not isinstance(tree, dict):
@@ -72,7 +74,7 @@ def unflatten(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 
 def random_state() -> dict[str, Any]:
-    """Of the generators that models and data sets may use beside ours: dropout draws from torch's, say."""
+    """Return the states of the generators of torch, NumPy and Python, which dropout and data sets draw from."""
     import random
 
     name, keys, *rest = np.random.get_state(legacy=True)
@@ -86,6 +88,7 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: Mapping[str, Any]) -> None:
+    """Set the generators to what `random_state` returned."""
     import random
 
     torch.set_rng_state(state["torch"])

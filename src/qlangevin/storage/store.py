@@ -1,8 +1,8 @@
-"""Samples on disk, a byte a weight: a folder that survives its writer.
+"""Writing samples to disk, a byte a weight.
 
-A sample is in its place, synced, before the manifest that lists it is: a process that dies at any moment leaves the samples
-before that moment as they were. There is nothing in a store of when, where or how often interrupted it was written: the same
-chain gives the same bytes. `reading` says what is in the folder.
+A sample is written and synced before the manifest that lists it: a process that dies at any moment leaves the samples listed
+before as they were. A store holds nothing about when, where or with how many interruptions it was written: the same chain
+gives the same bytes. `sample` describes the folder.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from .._version import __version__
 from . import files, model_tensors
 from .files import DamagedError
 from .locking import Lock
-from .manifest import Manifest, Record, is_count
-from .origin import settings_of, steps_of
+from .manifest import Manifest, Record, count_steps, is_count, provenance
 from .sample import FOLDER, FROZEN, MANIFEST, Sample, Samples
+from .tensor_file import tensor_chunks
 
 __all__ = ["SampleStore"]
 
 
 class SampleStore(Samples):
-    """A folder of samples, which is a sequence of them. One process may write, any number may read, also while it grows.
+    """A folder of samples, as a sequence of them. One process may write; any number may read, also while it grows.
 
-    Made by `create` or `open`; a writer is a context manager, which gives the folder free at its end.
+    Made by `create` or `open`. A writer is a context manager that releases the folder at its end.
     """
 
     def __init__(self, path: Path, manifest: Manifest | None = None, lock: Lock | None = None) -> None:
         super().__init__(path, manifest)
-        self._lock, self._turn = lock, RLock()
+        self._lock, self._threads = lock, RLock()
         self._sampler: Optimizer | None = None
 
-    # ---- making and opening
+    # ---- creating and opening
 
     @classmethod
     def create(
@@ -56,16 +56,16 @@ class SampleStore(Samples):
         *,
         resume: bool = False,
     ) -> SampleStore:
-        """A new store for samples of a model.
+        """Create a store for samples of a model.
 
         Args:
             path: the folder.
-            model: whose parameters and persistent buffers make a sample.
-            sampler: knows the formats of parameters that are not packed, and how many steps a sample has had.
-            schedule: its settings are noted.
-            resume: go on with the store that is there, if it is of the same model, sampler and schedule.
+            model: its parameters and persistent buffers make up a sample.
+            sampler: gives the formats of parameters that are not packed, and the step of each sample.
+            schedule: its settings go into the manifest.
+            resume: continue an existing store, which must be of the same model, sampler and schedule.
         """
-        path, settings = Path(path), settings_of(sampler, schedule, model_tensors.ranks_of(model))
+        path, settings = Path(path), provenance(sampler, schedule, model_tensors.count_ranks(model))
         tensors = model_tensors.describe(model_tensors.named_tensors(model), sampler)
         new = Manifest(__version__, tensors, settings)
         if path.exists() and not path.is_dir():
@@ -73,16 +73,16 @@ class SampleStore(Samples):
         path.mkdir(parents=True, exist_ok=True)
         lock = Lock(path)
         try:
-            there = (path / MANIFEST).exists()
-            if there and not resume:
+            exists = (path / MANIFEST).exists()
+            if exists and not resume:
                 raise FileExistsError(
                     f"{path} holds a store already; create(..., resume=True) goes on with it, open(..., write=True) adds to it"
                 )
-            if not there and any((path / FOLDER).glob("*.safetensors")):
+            if not exists and any((path / FOLDER).glob("*.safetensors")):
                 raise FileExistsError(
                     f"{path} holds samples, but no manifest that describes them; choose another folder"
                 )
-            store = cls._resumed(path, new, lock) if there else cls._begun(path, new, model, lock)
+            store = cls._resume(path, new, lock) if exists else cls._start(path, new, model, lock)
         except BaseException:
             lock.release()
             raise
@@ -90,19 +90,19 @@ class SampleStore(Samples):
         return store
 
     @classmethod
-    def _begun(cls, path: Path, manifest: Manifest, model: nn.Module, lock: Lock) -> SampleStore:
+    def _start(cls, path: Path, manifest: Manifest, model: nn.Module, lock: Lock) -> SampleStore:
         (path / FOLDER).mkdir(exist_ok=True)
         files.remove_leftovers(path)
         files.sync_folder(path.parent)
-        if frozen := manifest.of_kind("frozen"):
-            parts = model_tensors.gather(model_tensors.named_tensors(model), frozen)
-            manifest = replace(manifest, frozen=Record(None, files.write(path / FROZEN, files.tensor_parts(parts))))
+        if frozen := manifest.select("frozen"):
+            stored = model_tensors.encode_tensors(model_tensors.named_tensors(model), frozen)
+            manifest = replace(manifest, frozen=Record(None, files.write_hashed(path / FROZEN, tensor_chunks(stored))))
         files.write(path / MANIFEST, [manifest.to_json()])
         return cls(path, manifest, lock)
 
     @classmethod
-    def _resumed(cls, path: Path, new: Manifest, lock: Lock) -> SampleStore:
-        store = cls._writer(path, lock)
+    def _resume(cls, path: Path, new: Manifest, lock: Lock) -> SampleStore:
+        store = cls._open_writer(path, lock)
         old = store.manifest
         if old.tensors != new.tensors:
             names = [*old.tensors, *(name for name in new.tensors if name not in old.tensors)]
@@ -115,7 +115,7 @@ class SampleStore(Samples):
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], *, write: bool = False) -> SampleStore:
-        """A store that is there, to be read; with ``write``, also to be added to."""
+        """Open an existing store for reading; with ``write``, also for adding samples."""
         path = Path(path)
         if not path.is_dir():
             raise FileNotFoundError(f"there is no store in {path}: no such folder")
@@ -127,20 +127,20 @@ class SampleStore(Samples):
             return store
         lock = Lock(path)
         try:
-            return cls._writer(path, lock)
+            return cls._open_writer(path, lock)
         except BaseException:
             lock.release()
             raise
 
     @classmethod
-    def _writer(cls, path: Path, lock: Lock) -> SampleStore:
-        store = cls(path, cls._read(path), lock)
+    def _open_writer(cls, path: Path, lock: Lock) -> SampleStore:
+        store = cls(path, cls._read_manifest(path), lock)
         (path / FOLDER).mkdir(exist_ok=True)
-        store._tidy()
+        store._remove_unlisted()
         return store
 
-    def _tidy(self) -> None:
-        """Remove what a writer that was killed left behind: files half written, or written and not listed."""
+    def _remove_unlisted(self) -> None:
+        """Remove what a killed writer left behind: temporary files, and samples that the manifest does not list."""
         files.remove_leftovers(self.path)
         files.remove_leftovers(self.path / FOLDER)
         for file in (self.path / FOLDER).iterdir():
@@ -149,10 +149,10 @@ class SampleStore(Samples):
                 file.unlink()
 
     def close(self) -> None:
-        """Let others write. Reading goes on."""
+        """Release the folder for other writers. The store can still be read."""
         if self._lock is not None:
             self._lock.release()
-            self._lock, self._intact = None, {}
+            self._lock, self._verified = None, {}
 
     def __enter__(self) -> SampleStore:
         return self
@@ -163,17 +163,39 @@ class SampleStore(Samples):
     # ---- writing
 
     def append(self, model: nn.Module, step: int | None = None) -> Sample:
-        """Add the model as it is now. It is on the disk when this returns; an error says what has become of it.
+        """Add the model as it is now. On return the sample is on the disk; an error says what has become of it.
 
-        ``step`` says after how many steps; by default the sampler the store was created with is asked.
+        ``step`` is the number of steps made; by default that of the sampler the store was created with.
         """
-        with self._turn:  # of several threads
+        with self._threads:
             return self._append(model, step)
 
     def _append(self, model: nn.Module, step: int | None) -> Sample:
         self.require_writable()
+        step, index = self._check_step(step), len(self.manifest.samples)
+        tensors = model_tensors.named_tensors(model)
+        model_tensors.check_fits(
+            model_tensors.describe(tensors), self.manifest.tensors, f"the store in {self.path}", formats=True
+        )
+        self._check_frozen(tensors)
+        chunks = tensor_chunks(model_tensors.encode_tensors(tensors, self.manifest.select("parameter", "buffer")))
+        try:
+            record = Record(step, files.write_hashed(self._sample_file(index), chunks))
+            self._write_manifest((*self.manifest.samples, record))
+        except BaseException as error:
+            self._recover()
+            if not isinstance(error, OSError):
+                raise
+            became = "was not stored" if len(self.manifest.samples) == index else "may not outlive a power failure"
+            message = f"{error.strerror}: sample {index} {became}; the {index} before it are safe"
+            raise OSError(error.errno, message, str(self.path)) from error
+        self._verified[index] = record
+        return self[index]
+
+    def _check_step(self, step: int | None) -> int | None:
+        """Return the step of a sample that is to be added, by default the sampler's; raise ValueError if it cannot be."""
         if step is None and self._sampler is not None:
-            step = steps_of(self._sampler)
+            step = count_steps(self._sampler)
         if step is not None and not is_count(step):
             raise ValueError(
                 f"step must be how many steps the sampler has made, an integer that is not negative, got {step!r}"
@@ -183,51 +205,34 @@ class SampleStore(Samples):
             raise ValueError(
                 f"the last sample is of step {last}, this one of step {step}: was the checkpoint not loaded?"
             )
-        tensors, index = model_tensors.named_tensors(model), len(self.manifest.samples)
-        model_tensors.check_fits(
-            model_tensors.describe(tensors), self.manifest.tensors, f"the store in {self.path}", formats=True
-        )
-        self._check_frozen(tensors)
-        parts = files.tensor_parts(model_tensors.gather(tensors, self.manifest.of_kind("parameter", "buffer")))
-        try:
-            record = Record(step, files.write(self._file(index), parts))
-            self._publish((*self.manifest.samples, record))
-        except BaseException as error:
-            self._recover()
-            if not isinstance(error, OSError):
-                raise
-            became = "was not stored" if len(self.manifest.samples) == index else "may not outlive a power failure"
-            message = f"{error.strerror}: sample {index} {became}; the {index} before it are safe"
-            raise OSError(error.errno, message, str(self.path)) from error
-        self._intact[index] = record
-        return self[index]
+        return step
 
     def _recover(self) -> None:
-        """After something went wrong: know what is on the disk, which may be the new manifest, and remove what is not listed."""
+        """After an error, read the manifest on the disk, which may be the new one, and remove what it does not list."""
         with suppress(OSError, DamagedError):
-            self.manifest = self._read(self.path)
-            self._tidy()
+            self.manifest = self._read_manifest(self.path)
+            self._remove_unlisted()
 
     def truncate(self, count: int) -> None:
-        """Keep the first samples only. `load_checkpoint` does this: what came after a checkpoint will be drawn again."""
+        """Remove all but the first samples. `load_checkpoint` does so: the run draws what came after the checkpoint again."""
         self.require_writable()
         if not 0 <= count <= len(self.manifest.samples):
             raise ValueError(
                 f"count must be between 0 and {len(self.manifest.samples)}, the samples there are, got {count}"
             )
-        with self._turn:
+        with self._threads:
             if count < len(self.manifest.samples):
-                self._publish(self.manifest.samples[:count])
-                self._tidy()
+                self._write_manifest(self.manifest.samples[:count])
+                self._remove_unlisted()
 
-    def _publish(self, samples: tuple[Record, ...]) -> None:
+    def _write_manifest(self, samples: tuple[Record, ...]) -> None:
         manifest = self.manifest.with_samples(samples)
         files.write(self.path / MANIFEST, [manifest.to_json()])
         self.manifest = manifest
-        self._forget()
+        self._forget_replaced()
 
     def require_writable(self) -> None:
-        """Raise PermissionError unless this is the process that may write."""
+        """Raise PermissionError unless this process may write."""
         if self._lock is None:
             raise PermissionError(
                 f"the store in {self.path} is closed, or open for reading; SampleStore.open(..., write=True) to write"
@@ -238,11 +243,11 @@ class SampleStore(Samples):
             )
 
     def _refresh(self) -> None:
-        if self._lock is None or not self._lock.held:  # a writer is the one who adds
+        if self._lock is None or not self._lock.held:  # a writer knows what it has added
             super()._refresh()
 
     def _check_frozen(self, tensors: Mapping[str, Tensor]) -> None:
-        """Frozen parameters are stored once, so they must still be what they were."""
-        for name, there in self._frozen_tensors().items():
-            if not torch.equal(model_tensors.plain(tensors[name]).cpu(), model_tensors.plain(there)):
+        """Raise ValueError if a frozen parameter has changed: they are stored once, when the store is created."""
+        for name, stored in self._load_frozen().items():
+            if not torch.equal(model_tensors.to_plain(tensors[name]).cpu(), model_tensors.to_plain(stored)):
                 raise ValueError(f"{name!r} is frozen, but has changed since the store was created")

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from qlangevin.experiments.data import text
 from qlangevin.experiments.data.datasets import load
 from qlangevin.experiments.data.text import Reviews, pad, read_imdb, split
-from qlangevin.storage.files import tensor_parts
+from qlangevin.storage.tensor_file import tensor_chunks
 from tests.helpers.official import REVIEWS, archive, write
 
 PACKED = {f"aclImdb/{name}": review.encode() for name, review in REVIEWS.items()}
@@ -174,7 +174,7 @@ def test_a_damaged_cache_is_written_anew(packed: Path, cache: Path, damage: str)
     read_imdb(packed)
     [kept] = cache.iterdir()
     whole = kept.read_bytes()
-    other = tensor_parts({"train.numbers": torch.zeros(3)})
+    other = tensor_chunks({"train.numbers": torch.zeros(3)})
     kept.write_bytes(
         {
             "cut": whole[:-5],

@@ -20,8 +20,8 @@ from safetensors import safe_open
 from torch import Tensor
 
 from ..._progress import progress_bar
-from ...storage.files import DamagedError, library, opened, remove_leftovers, tensor_parts, write
-from ...storage.hashing import sha256
+from ...storage.files import DamagedError, map_file, remove_leftovers, sha256, write
+from ...storage.tensor_file import report_damage, tensor_chunks
 from .fetch import cache_folder
 from .readers import interleaved, read_archive
 
@@ -162,7 +162,7 @@ def _fingerprint(path: Path) -> list[str] | str:
         return [
             f"{file.parent.parent.name}/{file.parent.name}/{file.name} {s.st_size} {s.st_mtime_ns}" for file, s in about
         ]
-    with opened(path, "the archive of IMDB") as mapped, memoryview(mapped) as everything:
+    with map_file(path, "the archive of IMDB") as mapped, memoryview(mapped) as everything:
         return sha256(everything)
 
 
@@ -170,7 +170,7 @@ def _load(path: Path) -> tuple[Reviews, Reviews] | None:
     """What was kept, if it is there and whole."""
     what = "the cache of IMDB"
     try:
-        with opened(path, what), library(what), safe_open(path, framework="pt") as file:
+        with map_file(path, what), report_damage(what), safe_open(path, framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in NAMES}
             if (file.metadata() or {}).get("sha256") != _digest(tensors):
                 return None
@@ -185,7 +185,7 @@ def _keep(path: Path, train: Reviews, test: Reviews) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         remove_leftovers(path.parent)
-        write(path, tensor_parts(tensors, {"sha256": _digest(tensors)}))
+        write(path, tensor_chunks(tensors, {"sha256": _digest(tensors)}))
     except OSError as error:
         warnings.warn(f"the words of IMDB could not be kept for next time in {path}: {error}", stacklevel=2)
 
