@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from qlangevin._validate import check_fraction, check_integer, check_number
-from qlangevin.distributed.wire import check_carried
+from qlangevin.distributed.wire import parse_wire_format
 from qlangevin.quantization.formats import FP32, BlockFloat
 
 __all__ = ["Costs", "Job", "Layout", "Machine", "Run", "run", "step", "wire_bytes"]
@@ -184,7 +184,7 @@ class Run:
 
 def wire_bytes(format: str | None) -> float:
     """b: bytes of an element on the wire, with its share of exponents."""
-    parsed = check_carried(format or FP32)
+    parsed = parse_wire_format(format or FP32)
     if not isinstance(parsed, BlockFloat):
         return FLOAT
     return max(parsed.storage_bits, 8) / 8 + 1 / int(parsed.block)  # a code has a byte at least
