@@ -98,8 +98,8 @@ def split(ranks: Ranks) -> list[Any]:
             refused.append(str(error))
     assert ranks.split(1) is ranks
     halves.wait()
-    everybody = [gather(ranks.rank, each.group) for each in (ranks, halves, quarters)]
-    return [halves.rank, halves.size, halves.part, quarters.rank, quarters.part, everybody, refused]
+    members = [gather(ranks.rank, each.group) for each in (ranks, halves, quarters)]
+    return [halves.rank, halves.size, halves.part, quarters.rank, quarters.part, members, refused]
 
 
 @pytest.mark.distributed
