@@ -7,23 +7,29 @@ PIP = $(VENV)/bin/python -m pip --disable-pip-version-check install --quiet --co
 INSTALLED = pyproject.toml CMakeLists.txt src/qlangevin/_version.py \
     $(wildcard src/qlangevin/native/*.cpp src/qlangevin/native/*.h)
 
-.PHONY: help demo test bench reproduce clean
+.PHONY: help demo check lint test bench reproduce clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo 'make demo       the paper in a minute: a table, and a report in results/demo/index.html'
-	@echo 'make test       lint, types and tests'
-	@echo 'make bench      time and memory, against the rivals'
+	@echo 'make check      lint, types and the quick tests, in two minutes'
+	@echo 'make test       lint, types and all tests'
+	@echo 'make bench      time and memory, compared with qtorch, torchao and plain PyTorch'
 	@echo 'make reproduce  every result in docs/results, in hours; data from QLANGEVIN_DATA, else downloaded'
 	@echo 'make clean      remove .venv and everything that was built'
 
 demo: $(VENV)/.ready-demo
 	$(VENV)/bin/qlangevin demo
 
-test: $(VENV)/.ready-test
+lint: $(VENV)/.ready-test
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/ruff format --check
 	$(VENV)/bin/mypy
+
+check: lint
+	$(VENV)/bin/pytest -m 'not slow and not distributed'
+
+test: lint
 	$(VENV)/bin/pytest
 
 bench: $(VENV)/.ready-bench

@@ -1,1 +1,1 @@
-"""Measures what the library promises, against its rivals, in one run on one machine: ``python -m benchmarks.run``."""
+"""Benchmarks of the library against its baselines, in one run on one machine: ``python -m benchmarks.run``."""

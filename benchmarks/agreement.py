@@ -1,4 +1,4 @@
-"""Is our nearest rounding qtorch's? Every difference must belong to a class that we know the reason of.
+"""Comparison of our nearest rounding with qtorch's: every difference must belong to a class with a known reason.
 
 half-way           a number exactly between two neighbours. Ours goes away from zero, qtorch's to the even neighbour (fixed
                    point) or to the greater (blocks).
@@ -32,7 +32,7 @@ UNEXPLAINED = "unexplained"
 
 @dataclass(frozen=True)
 class Agreement:
-    """One format: how many numbers were compared, and how many differ in each class."""
+    """Counts for one format: numbers compared, and numbers that differ in each class."""
 
     format: str
     compared: int
@@ -40,13 +40,13 @@ class Agreement:
 
 
 def neighbours(x: Tensor) -> Tensor:
-    """x, and the float32 before and after each."""
+    """Return x, and the float32 before and after each of its numbers."""
     inf = torch.tensor(torch.inf)
     return torch.cat((x, torch.nextafter(x, inf), torch.nextafter(x, -inf)))
 
 
 def numbers(gap: float, count: int, seed: int) -> Tensor:
-    """Ordinary numbers and hard ones: all powers of two, half-way cases, their neighbours, huge and subnormal numbers."""
+    """Return ordinary numbers and hard ones: powers of two, half-way cases, their neighbours, huge and subnormal numbers."""
     normal, spread = (random.normal(ql.Key(seed).fold(i), count) for i in range(2))
     powers = power_of_two(torch.arange(-149, 128), torch.float32)
     halves = (torch.arange(-600, 600) + 0.5) * gap
@@ -58,7 +58,7 @@ def numbers(gap: float, count: int, seed: int) -> Tensor:
 
 
 def rows(format: BlockFloat, count: int, seed: int) -> Tensor:
-    """Blocks whose largest elements lie in every binade float32 has, with half-way cases of the block's own gap."""
+    """Return blocks with largest elements in every binade of float32, and with half-way cases of their own gap."""
     base = random.uniform(ql.Key(seed), count).mul(2).sub(1)
     top = format.top
     halves = torch.arange(-top, top, max(1, top // 128)) + 0.5
@@ -70,8 +70,8 @@ def rows(format: BlockFloat, count: int, seed: int) -> Tensor:
     return torch.cat((lows, lows * 0.51, torch.zeros(1, row.numel())))
 
 
-def next_to(x: Tensor, constant: Tensor, gap: Tensor) -> Tensor:
-    """Whether x is not half-way between multiples of the gap, but x + constant, rounded to float32, is."""
+def is_almost_half(x: Tensor, constant: Tensor, gap: Tensor) -> Tensor:
+    """Return True where x is not half-way between multiples of the gap, but x + constant, rounded to float32, is."""
     total = (x + constant).double() - constant.double()
     return is_half(total, gap) & ~is_half(x.double(), gap)
 
@@ -85,7 +85,7 @@ def compare_fixed(quant: ModuleType, format: FixedPoint, x: Tensor) -> Iterator[
     theirs = quant.fixed_point_quantize(x, format.bits, format.frac, rounding="nearest")
     different, one_off = differences(x, ql.quantize(x, format), theirs, gap)
     yield "half-way", one_off & is_half(x.double(), gap)
-    yield "almost half-way", one_off & next_to(x, gap / 2, gap)
+    yield "almost half-way", one_off & is_almost_half(x, gap / 2, gap)
     yield UNEXPLAINED, different
 
 
@@ -94,9 +94,9 @@ def compare_float(quant: ModuleType, format: Float, x: Tensor) -> Iterator[tuple
     ours, theirs = ql.quantize(x, format), quant.float_quantize(x, format.exp, format.man, rounding="nearest")
     different, one_off = differences(x, ours, theirs, format.gap(x))
     small, coarse = x.abs() < least, least * 2.0**-format.man
-    rounded = (theirs - x).abs() <= coarse * (0.5 + 2.0**-20)  # theirs is right on its own grid
+    rounded = (theirs - x).abs() <= coarse * (0.5 + 2.0**-20)  # theirs is the nearest number of its own grid
     yield "underflow", different & small & rounded & (2.0**format.emin < least)
-    yield "almost half-way", one_off & small & next_to(x, least * torch.where(x < 0, -1.0, 1.0), format.gap(x))
+    yield "almost half-way", one_off & small & is_almost_half(x, least * torch.where(x < 0, -1.0, 1.0), format.gap(x))
     yield "overflow", different & (ours.abs() == format.high) & (theirs.abs() > format.high)
     yield UNEXPLAINED, different
 
@@ -115,18 +115,18 @@ def compare_block(quant: ModuleType, format: BlockFloat, x: Tensor) -> Iterator[
     yield "block overflow", different & (largest >= 2.0**126)
     base = power_of_two(binade(largest).clamp(-126, 125), torch.float32) * 6
     yield "half-way", one_off & is_half(x.double(), gap)
-    yield "almost half-way", one_off & next_to(x, base, gap)
+    yield "almost half-way", one_off & is_almost_half(x, base, gap)
     yield UNEXPLAINED, different
 
 
 def differences(x: Tensor, ours: Tensor, theirs: Tensor, gap: Tensor) -> tuple[Tensor, Tensor]:
-    """Where the two differ, and where they do so by one gap."""
+    """Return masks of the numbers that differ, and of those that differ by one gap."""
     different = ours != theirs
     return different, different & ((ours.double() - theirs.double()).abs() == gap.double())
 
 
 def tally(name: str, x: Tensor, classes: Iterator[tuple[str, Tensor]]) -> Agreement:
-    """Counts each difference in the first class that holds it."""
+    """Count each difference in the first class that holds it."""
     counts: Counter[str] = Counter()
     left = torch.ones_like(x, dtype=torch.bool)
     for label, where in classes:
@@ -136,6 +136,7 @@ def tally(name: str, x: Tensor, classes: Iterator[tuple[str, Tensor]]) -> Agreem
 
 
 def run(quant: ModuleType, quick: bool) -> list[Agreement]:
+    """Compare all formats."""
     count, out = 20_000 if quick else 1_000_000, []
     for i, name in enumerate((*FIXED, *FLOATS, *BLOCKS)):
         format = ql.parse(name)

@@ -1,11 +1,11 @@
-"""The memory a training step takes: a ResNet-18 at batch 128, SGLD in FP32 against everything in bfp8.
+"""Memory of a training step: a ResNet-18 at batch 128, SGLD in FP32 against everything in bfp8.
 
-Each contestant is a process of its own, and what counts is what the system gave it: the peak of its resident memory over one
-step, less what it had before there was a model. glibc is told to give back at once what is freed. Codes and float copies, the
-workspace of the convolutions and what Python needs are all in it. MB are 2^20 bytes.
+Each contestant is a process of its own. Measured is the peak of its resident memory over one step, less its resident memory
+before the model was built; glibc is configured to return freed memory to the system at once. Codes and float copies, the
+workspace of the convolutions and Python's own memory are all included. MB are 2^20 bytes.
 
-Besides the peak: weights, gradients and the sampler's state in bytes a weight, counted on the objects themselves, and what
-the memory at the end of forward consists of. The peak can be reset on Linux only; elsewhere there are no rows.
+Besides the peak: bytes a weight of weights, gradients and the sampler's state, counted on the objects themselves, and the
+composition of the memory at the end of forward. The peak can be reset on Linux only; elsewhere there are no rows.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from qlangevin.experiments.models import ResNet18
 from qlangevin.lowering.saved_tensors import SavedAsCodes, SavedCodes, SavedUnchanged
 
 from .timing import Goal, Row
-from .training import Batch, images, lower_and_pack, sampler
+from .training import Batch, images, lower_and_pack, make_sampler
 
 MB = 1 << 20
 FORMAT, BATCH = "bfp8", 128
 FP32, OURS = "FP32, ql.SGLD", "lowered and packed"
-# glibc otherwise keeps freed memory, and who had more of it before would seem to need less.
+# By default glibc keeps freed memory, and a contestant that has freed more would seem to need less.
 ENVIRONMENT = {"MALLOC_TRIM_THRESHOLD_": "0", "MALLOC_MMAP_THRESHOLD_": "65536"}
 
 Layout = Literal["contiguous", "channels_last"]
@@ -46,20 +46,20 @@ GOALS: dict[Layout, Goal] = {"contiguous": Goal("<=", 0.40), "channels_last": Go
 
 @dataclass(frozen=True)
 class Options:
-    """One contestant."""
+    """The contestant that a process measures."""
 
     contestant: Literal["fp32", "packed"]
     layout: Layout = "contiguous"
     steps: int = 3
-    """The last one counts: the first finds out which activations are saved, and fills the caches of the kernels."""
+    """Only the last step counts: the first learns which activations are saved, and fills the caches of the kernels."""
 
 
 @dataclass(frozen=True)
 class Reading:
-    """What a contestant takes, in bytes."""
+    """Memory of a contestant, in bytes."""
 
     peak: float
-    """Of the step."""
+    """The most during the step."""
     forward: float
     """At the end of forward."""
     after: float
@@ -69,15 +69,15 @@ class Reading:
     weights: float
     largest_gradient: float
     saved_codes: float
-    """Of what autograd keeps for backward, that which is kept as codes."""
+    """The part of the tensors saved for backward that is saved as codes."""
     saved_floats: float
 
 
-# ---- what the system says
+# ---- memory, as the system counts it
 
 
 def resident(name: Literal["VmRSS", "VmHWM"]) -> int:
-    """Bytes of this process in memory: now, or the most since `reset_peak`."""
+    """Return the resident bytes of this process: now, or the most since `reset_peak`."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
 
@@ -94,22 +94,22 @@ def can_measure() -> bool:
         return False
 
 
-# ---- what the objects say
+# ---- memory, counted on the objects
 
 
-def stored(tensors: Iterable[Tensor]) -> int:
-    """Bytes of tensors; of packed ones those of codes and exponents."""
+def tensor_bytes(tensors: Iterable[Tensor]) -> int:
+    """Return the bytes of tensors; of packed ones, those of codes and exponents."""
     return sum(t.nbytes for t in tensors)
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of an optimizer's state; a Python number counts 8."""
+    """Return the bytes of an optimizer's state; a Python number counts 8."""
     values = [value for state in optimizer.state.values() for value in state.values()]
     return sum(value.nbytes if isinstance(value, Tensor) else 8 for value in values)
 
 
 class Gradients:
-    """Watches gradients as they arrive. Made before the sampler, it sees each one before the sampler frees it."""
+    """Watches gradients as they arrive. It must be made before the sampler, to see each gradient before the sampler frees it."""
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         self.parameters, self.most, self.largest = parameters, 0, 0
@@ -126,7 +126,7 @@ class Gradients:
 
 
 class Saved:
-    """What autograd keeps for backward, once for each storage. Weak references, so that watching keeps nothing alive."""
+    """Storages that autograd keeps for backward, each counted once, by weak references, which keep nothing alive."""
 
     def __init__(self) -> None:
         self.codes: dict[StorageWeakRef, int] = {}
@@ -135,14 +135,14 @@ class Saved:
     def note(self, kept: SavedCodes | SavedUnchanged) -> None:
         parts = [kept.codes, kept.exponents] if isinstance(kept, SavedCodes) else [kept.tensor]
         for part in parts:
-            if isinstance(part, ql.QTensor):  # a packed weight, which is there anyway
+            if isinstance(part, ql.QTensor):  # a packed weight, which is counted with the weights
                 continue
             storage = part.untyped_storage()
             kind = self.floats if part.dtype.is_floating_point else self.codes
             kind[StorageWeakRef(storage)] = storage.nbytes()
 
     def watch(self) -> AbstractContextManager[object]:
-        """While this is entered, whatever a lowered model saves is noted."""
+        """Note every tensor that a lowered model saves inside of this context."""
         original = SavedAsCodes.pack
 
         def pack(context: SavedAsCodes, t: Tensor) -> SavedCodes | SavedUnchanged:
@@ -157,7 +157,7 @@ class Saved:
         return sum(size for storage, size in kind.items() if not storage.expired())
 
 
-# ---- a contestant
+# ---- one contestant
 
 
 class Subject:
@@ -171,11 +171,11 @@ class Subject:
         if packed:
             lower_and_pack(self.model, FORMAT, packed)
         self.gradients = Gradients(list(self.model.parameters()))
-        self.sampler = sampler(self.model, FORMAT if packed else None, packed)
+        self.sampler = make_sampler(self.model, FORMAT if packed else None, packed)
         self.at_most = 1 if packed else len(self.gradients.parameters)  # gradients at a time
 
     def step(self, base: int) -> Reading:
-        """One step of training, seen from a base."""
+        """Make one step of training and return its memory above a base."""
         reset_peak()
         saved = Saved()
         self.sampler.zero_grad()
@@ -185,8 +185,8 @@ class Subject:
         loss.backward()
         if self.gradients.most > self.at_most:
             raise RuntimeError(f"{self.gradients.most} gradients were there at once, instead of {self.at_most}")
-        weights = stored(self.model.parameters())
-        held = weights + stored(self.gradients.alive()) + state_bytes(self.sampler)
+        weights = tensor_bytes(self.model.parameters())
+        held = weights + tensor_bytes(self.gradients.alive()) + state_bytes(self.sampler)
         self.sampler.step()
         if not bool(loss.isfinite()):
             raise RuntimeError(f"the loss is {loss.item()}")
@@ -203,8 +203,8 @@ class Subject:
         )
 
 
-def contestant(options: Options) -> Reading:
-    """A narrow model first, so that code, kernels and all that is imported when first needed are part of the base."""
+def run_contestant(options: Options) -> Reading:
+    """Measure a contestant in this process, after a narrow model has loaded all code, kernels and lazy imports into the base."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     Subject(options, width=8, batch=images(2)).step(0)
@@ -218,8 +218,8 @@ def contestant(options: Options) -> Reading:
 # ---- the comparison
 
 
-def measured(options: Options) -> Reading:
-    """A contestant's reading, from a process of its own."""
+def measure_contestant(options: Options) -> Reading:
+    """Return a contestant's reading, from a process of its own."""
     arguments = [f"--{name}={value}" for name, value in asdict(options).items()]
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.memory", *arguments],
@@ -270,7 +270,10 @@ def run(quick: bool) -> list[Row]:
         return []
     steps = 2 if quick else 3
     found = {
-        layout: (measured(Options("packed", layout, steps)), measured(Options("fp32", layout, steps)))
+        layout: (
+            measure_contestant(Options("packed", layout, steps)),
+            measure_contestant(Options("fp32", layout, steps)),
+        )
         for layout in GOALS
     }
     rows = [row for layout, (ours, theirs) in found.items() for row in peaks(layout, ours, theirs)]
@@ -279,4 +282,4 @@ def run(quick: bool) -> list[Row]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(asdict(contestant(tyro.cli(Options, prog="python -m benchmarks.memory")))))
+    print(json.dumps(asdict(run_contestant(tyro.cli(Options, prog="python -m benchmarks.memory")))))

@@ -1,6 +1,7 @@
-"""What two processes do that `benchmarks.scaling` starts: step a chain in all ways, in turns, or one way to see its memory.
+"""The two processes that `benchmarks.scaling` starts, to time a chain's steps in all layouts or to measure the memory of one.
 
-Bytes are those of the processes' own TCP connections, as the system counts them, whoever else uses the loopback device.
+Bytes sent are those of the processes' own TCP connections, as the system counts them, so that other users of the loopback
+device do not matter.
 """
 
 from __future__ import annotations
@@ -23,15 +24,14 @@ import tyro
 from torch import Tensor, nn
 
 import qlangevin as ql
-from qlangevin.distributed import Ranks, Wire, join, replicate
-from qlangevin.distributed.shards import shard
+from qlangevin.distributed import Ranks, Wire, join, replicate, shard
 from qlangevin.experiments.models import ResNet18
 
 from .memory import MB, reset_peak, resident
 from .training import Batch, images
 
 RANKS, FORMAT = 2, "bfp8"
-SIZE = 16 * MB  # bytes that a rank has for another
+SIZE = 16 * MB  # bytes from one rank to another in a plain exchange
 SETTINGS: dict[str, Any] = {"lr": 0.01, "num_data": 50_000, "weights": FORMAT, "seed": 0}
 
 Case = Literal["mlp", "resnet", "small"]
@@ -50,21 +50,20 @@ SOLO: dict[Kind, str] = {
     "packed": "packed, one rank alone",
     "half": "floats, one rank alone, half the batch",
 }
-ASIDE: dict[Kind, str] = {
-    "halves": "floats, half the batch on both ranks"
-}  # what two at a time lose, with nothing sent
+# Two ranks that compute at the same time and send nothing: the loss from sharing the machine.
+UNCONNECTED: dict[Kind, str] = {"halves": "floats, half the batch on both ranks"}
 
 
 @dataclass(frozen=True)
 class Options:
-    """What two processes do: time a case in all ways, or measure the memory of one way."""
+    """A network and the seconds to time it in all layouts, or the one layout whose memory is measured."""
 
     case: Case = "mlp"
     seconds: float = 20.0
     memory: Kind | None = None
 
 
-# ---- what is stepped
+# ---- models and batches
 
 
 def network(case: str, width: int | None = None) -> nn.Module:
@@ -83,7 +82,7 @@ def examples(case: str, count: int | None = None) -> Batch:
 
 
 class Subject:
-    """A model that is stepped in one of the ways, on this rank's part of a batch."""
+    """A model that is stepped in one of the layouts, on this rank's part of a batch."""
 
     def __init__(self, kind: Kind, ranks: Ranks, model: nn.Module, batch: Batch, **options: Any) -> None:
         self.kind: Kind = kind
@@ -104,8 +103,8 @@ class Subject:
         self.sampler.zero_grad()
         nn.functional.cross_entropy(self.model(self.batch[0]), self.batch[1]).backward()
 
-    def times(self) -> tuple[float, float]:
-        """Seconds of forward and backward, and of the sampler's step."""
+    def time_step(self) -> tuple[float, float]:
+        """Make a step and return the seconds of forward and backward, and of the sampler's step."""
         start = time.perf_counter()
         self.backward()
         middle = time.perf_counter()
@@ -113,8 +112,8 @@ class Subject:
         return middle - start, time.perf_counter() - middle
 
 
-def transmitted() -> int:
-    """Bytes that the TCP connections of this process have sent so far."""
+def count_sent_bytes() -> int:
+    """Return the bytes that the TCP connections of this process have sent so far."""
     total = 0
     for name in os.listdir("/proc/self/fd"):
         try:
@@ -122,20 +121,20 @@ def transmitted() -> int:
                 continue
             with socket.socket(fileno=os.dup(int(name))) as connection:
                 info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 208)
-        except OSError:  # of another kind, or closed meanwhile
+        except OSError:  # not a TCP socket, or closed meanwhile
             continue
         total += struct.unpack_from("Q", info, 200)[0] if len(info) == 208 else 0  # tcpi_bytes_sent
     return total
 
 
-# ---- what the two processes do
+# ---- measurements
 
 
 Actions = dict[str, Callable[[], object]]
 
 
-def exchanges() -> Actions:
-    """Plain ones: a small all-to-all for its latency, and large ones."""
+def plain_exchanges() -> Actions:
+    """Return exchanges of plain bytes: a small all-to-all for its latency, and large ones."""
     out, into, floats = (torch.ones(SIZE * RANKS, dtype=torch.uint8) for _ in range(3))
     half, floats = torch.empty(SIZE // 4), floats.view(torch.float32)
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -150,7 +149,7 @@ def exchanges() -> Actions:
 
 @dataclass(frozen=True)
 class Gradients:
-    """What DDP hands over, in one piece."""
+    """A stand-in for DDP's `GradBucket` that holds all gradients."""
 
     values: list[Tensor]
     owners: list[Tensor]
@@ -168,8 +167,8 @@ class Gradients:
         return True
 
 
-def coding(subjects: dict[Kind, Subject]) -> Actions:
-    """What a rank does to gradients for the wire and after it: the first one sends to itself, the others wait."""
+def coding_alone(subjects: dict[Kind, Subject]) -> Actions:
+    """Return the encoding and decoding of each wire: the first rank sends to itself, the other waits."""
     alone, found = dist.new_group([0]), Actions()
     for kind in (kind for kind, subject in subjects.items() if subject.wire is not None and not dist.get_rank()):
         sampler = subjects[kind].sampler
@@ -179,18 +178,18 @@ def coding(subjects: dict[Kind, Subject]) -> Actions:
     return found
 
 
-def taken(action: Callable[[], object]) -> float:
+def time_action(action: Callable[[], object]) -> float:
     start = time.perf_counter()
     action()
     return time.perf_counter() - start
 
 
-def timed(options: Options, ranks: Ranks) -> dict[str, Any]:
-    """All ways to step, in turns; the least time of each, and what was sent in a step."""
-    batch, kinds = examples(options.case), [*SOLO, *ASIDE, *NAMES]
+def time_layouts(options: Options, ranks: Ranks) -> dict[str, Any]:
+    """Step in all layouts, in turns; return the least time of each, and the bytes sent in a step."""
+    batch, kinds = examples(options.case), [*SOLO, *UNCONNECTED, *NAMES]
     subjects = {kind: Subject(kind, ranks, network(options.case), batch) for kind in kinds}
     best = {kind: [math.inf] * 3 for kind in kinds}  # backward, step, both
-    plain, codes = exchanges(), coding(subjects)
+    plain, codes = plain_exchanges(), coding_alone(subjects)
     least, sent = dict.fromkeys([*plain, *codes], math.inf), dict[str, float]()
     rounds, begun, go = 0, time.perf_counter(), torch.ones(1)
     while go:
@@ -198,24 +197,24 @@ def timed(options: Options, ranks: Ranks) -> dict[str, Any]:
             dist.barrier()
             if kind in SOLO and not ranks.first:
                 continue  # and wait at the next barrier
-            before = transmitted()
-            times = subject.times()
-            sent[kind] = transmitted() - before
+            before = count_sent_bytes()
+            times = subject.time_step()
+            sent[kind] = count_sent_bytes() - before
             if rounds:
                 best[kind] = [min(pair) for pair in zip(best[kind], (*times, sum(times)), strict=True)]
         for name, action in (plain | codes).items():
             if name in plain:
                 dist.barrier()
-            least[name] = min(least[name], taken(action))
+            least[name] = min(least[name], time_action(action))
         rounds += 1
         go[0] = rounds < 4 or time.perf_counter() - begun < options.seconds
-        dist.broadcast(go, 0)  # the first rank's clock counts
+        dist.broadcast(go, 0)  # both ranks stop by the first one's clock
     tensors = list(network(options.case).parameters())
     counted = {kind: subject.wire.sent / rounds for kind, subject in subjects.items() if subject.wire is not None}
     return {
         "weights": sum(p.numel() for p in tensors),
         "tensors": len(tensors),
-        "layers": sum(p.dim() > 1 for p in tensors),  # those with a matrix are gathered
+        "layers": sum(p.dim() > 1 for p in tensors),  # shards gather the layers that have a matrix
         "rounds": rounds,
         "best": best,
         "least": least,
@@ -224,8 +223,8 @@ def timed(options: Options, ranks: Ranks) -> dict[str, Any]:
     }
 
 
-def held(options: Options, ranks: Ranks) -> dict[str, Any]:
-    """The most bytes a step takes with few examples; a narrow model first, so that code is part of the base."""
+def measure_memory(options: Options, ranks: Ranks) -> dict[str, Any]:
+    """Return the peak of memory in a step with few examples, after a narrow model has loaded all code into the base."""
     kind = options.memory
     assert kind is not None
     own: dict[str, Any] = {"step_in_backward": True} if kind in ("packed", "shards") else {}
@@ -238,20 +237,21 @@ def held(options: Options, ranks: Ranks) -> dict[str, Any]:
         subject = Subject(kind, ranks, model, examples(options.case, 2 * RANKS), **own)
         del model
         if width is None:
-            base -= 4 * weights  # they were floats before the base was taken
+            base -= 4 * weights  # the base includes them, as floats
         for _ in range(3):
             reset_peak()
-            subject.times()
+            subject.time_step()
     return {"peak": resident("VmHWM") - base, "weights": weights, "largest": largest}
 
 
-def worker(options: Options) -> None:
+def main(options: Options) -> None:
+    """Measure as one of the two processes; the first prints the result as JSON."""
     torch.set_num_threads(1)
     with join(timeout=60.0) as ranks:
-        found = timed(options, ranks) if options.memory is None else held(options, ranks)
+        found = time_layouts(options, ranks) if options.memory is None else measure_memory(options, ranks)
         if ranks.first:
             print(json.dumps(found))
 
 
 if __name__ == "__main__":
-    worker(tyro.cli(Options, prog="python -m benchmarks.pair"))
+    main(tyro.cli(Options, prog="python -m benchmarks.pair"))

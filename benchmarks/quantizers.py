@@ -1,4 +1,4 @@
-"""Rounding 4 million floats: against qtorch, torchao, eager PyTorch and a plain copy. One thread, time per element."""
+"""Time of rounding 4 million floats, per element and on one thread, against qtorch, torchao, eager PyTorch and a plain copy."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 import qlangevin as ql
 
-from . import rivals
+from . import baselines
 from .timing import Contestant, Goal, Row, measure
 
 GROUP = "quantizers, 4M floats, one thread"
@@ -19,30 +19,32 @@ EAGER_32, EAGER_16, TORCHAO, COPY = "eager PyTorch", "eager, 16 random bits", "t
 
 def run(seconds: float, qtorch: ModuleType | None) -> list[Row]:
     x = torch.randn(2048, 2048, generator=torch.Generator().manual_seed(0))
-    names = {COPY: Contestant(x.clone)}
+    contestants = {COPY: Contestant(x.clone)}
     for format in FORMATS:
-        names[f"{format} nearest"] = Contestant(partial(ql.quantize, x, format, "nearest"))
-        names[f"{format} stochastic"] = Contestant(partial(ql.quantize, x, format, "stochastic", ql.Key(0)))
-        names[f"{format} {EAGER_32}"] = Contestant(partial(rivals.EAGER[format], x, torch.int32))
-        names[f"{format} {EAGER_16}"] = Contestant(partial(rivals.EAGER[format], x, torch.int16))
+        contestants[f"{format} nearest"] = Contestant(partial(ql.quantize, x, format, "nearest"))
+        contestants[f"{format} stochastic"] = Contestant(partial(ql.quantize, x, format, "stochastic", ql.Key(0)))
+        contestants[f"{format} {EAGER_32}"] = Contestant(partial(baselines.EAGER[format], x, torch.int32))
+        contestants[f"{format} {EAGER_16}"] = Contestant(partial(baselines.EAGER[format], x, torch.int16))
         if qtorch is not None:
-            names[f"{format} qtorch"] = Contestant(partial(rivals.qtorch_quantizers(qtorch, "stochastic")[format], x))
-    torchao = rivals.module("torchao.prototype.quantized_training.int8")
+            contestants[f"{format} qtorch"] = Contestant(
+                partial(baselines.qtorch_quantizers(qtorch, "stochastic")[format], x)
+            )
+    torchao = baselines.import_baseline("torchao.prototype.quantized_training.int8")
     if isinstance(torchao, ModuleType):
-        names[f"bfp8 {TORCHAO}"] = Contestant(partial(torchao.quantize_int8_rowwise, x, stochastic_rounding=True))
-    times = measure(names, seconds)
+        contestants[f"bfp8 {TORCHAO}"] = Contestant(partial(torchao.quantize_int8_rowwise, x, stochastic_rounding=True))
+    times = measure(contestants, seconds)
     return rows({name: time / x.numel() * 1e9 for name, time in times.items()})
 
 
 def rows(times: dict[str, float]) -> list[Row]:
-    """The comparisons, from nanoseconds by name."""
+    """Return the comparisons, given nanoseconds by name."""
     goals = {"qtorch": Goal(">=", 20), EAGER_32: Goal(">=", 4), EAGER_16: None, TORCHAO: Goal(">=", 4)}
     out = []
     for format in FORMATS:
         ours = times[f"{format} stochastic"]
-        for rival, goal in goals.items():
-            if (name := f"{format} {rival}") in times:
-                out.append(Row(GROUP, f"{format} stochastic", ours, "ns", rival, times[name], "speed", goal))
+        for baseline, goal in goals.items():
+            if (name := f"{format} {baseline}") in times:
+                out.append(Row(GROUP, f"{format} stochastic", ours, "ns", baseline, times[name], "speed", goal))
     for format in FORMATS:
         ours = times[f"{format} nearest"]
         out.append(Row(GROUP, f"{format} nearest", ours, "ns", COPY, times[COPY], "time", Goal("<=", 4)))

@@ -1,7 +1,7 @@
-"""``python -m benchmarks.run``: measures, prints a table, says which goals are reached.
+"""``python -m benchmarks.run``: measure, print tables, and report which goals are reached.
 
-Exit code 1 if our rounding differs from qtorch's where it should not; goals that are missed are only reported, because a
-machine that is busy with other things can miss them all.
+The exit code is 1 if our rounding differs from qtorch's without a known reason. Goals that are missed are only reported,
+because a busy machine can miss them all.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rich.table import Table
 
 from qlangevin import native
 
-from . import agreement, averaging, coarsening, memory, quantizers, rivals, scaling, steps, storage, training, whole
+from . import agreement, averaging, baselines, coarsening, memory, quantizers, scaling, steps, storage, training, whole
 from .timing import Row, machine
 
 Part = Literal[
@@ -30,20 +30,20 @@ PARTS: tuple[Part, ...] = get_args(Part)
 
 @dataclass(frozen=True)
 class Options:
-    """Time qlangevin against its rivals; all of them take turns in one run, and ratios are what counts."""
+    """Time qlangevin against its baselines; all take turns in one run, and their ratios are what counts."""
 
     quick: bool = False
-    """A tenth of the time, where that can be; the ratios are rougher, and the largest of the training steps is left out."""
+    """A tenth of the time, where possible; ratios are rougher, and the largest of the training steps is left out."""
     json: bool = False
     """Print one JSON object instead of tables."""
     only: tuple[Part, ...] = PARTS
-    """Which parts to run."""
+    """The parts to run."""
     level: str | None = None
-    """Use the kernels of another instruction set, such as avx2; torch has ATEN_CPU_CAPABILITY for that."""
+    """Use the kernels of another instruction set, such as avx2; for torch's own kernels set ATEN_CPU_CAPABILITY."""
 
 
 def main(options: Options) -> int:
-    """Run the parts, print as they are done."""
+    """Run the parts, print each as it is done, and return the exit code."""
     if options.level is not None:
         native.use_level(options.level)
     console = Console(quiet=options.json, width=None if sys.stdout.isatty() else 130)
@@ -71,13 +71,14 @@ def main(options: Options) -> int:
     if options.json:
         print(json.dumps(result, indent=2))
     if unexplained:
-        messages.print(f"{unexplained} numbers are rounded otherwise than by qtorch, and no known class holds them")
+        messages.print(f"{unexplained} numbers are rounded otherwise than by qtorch, for no known reason")
     return 1 if unexplained else 0
 
 
 def import_qtorch(messages: Console) -> ModuleType | None:
+    """Return qtorch's quantizers; None, with a message, if qtorch cannot be imported."""
     messages.print("qtorch compiles itself the first time, which takes half a minute")
-    quant = rivals.module("qtorch.quant")
+    quant = baselines.import_baseline("qtorch.quant")
     if isinstance(quant, str):
         messages.print(f"qtorch cannot be imported, so nothing is compared with it: {quant}")
         return None
@@ -85,7 +86,7 @@ def import_qtorch(messages: Console) -> ModuleType | None:
 
 
 def timings(options: Options, qtorch: ModuleType | None, console: Console) -> list[Row]:
-    """All that is compared with a rival or a goal, one table for each group."""
+    """Run the parts that are compared with a baseline or a goal; print a table for each group of rows."""
     scale = 0.1 if options.quick else 1.0
     rows: list[Row] = []
     for part in (p for p in PARTS if p in options.only):
@@ -114,12 +115,12 @@ def new_table(title: str, *columns: str) -> Table:
     """A table whose first column is text and whose others are numbers."""
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     for i, name in enumerate(columns):
-        table.add_column(name, justify="left" if i == 0 or name == "rival" else "right", no_wrap=True)
+        table.add_column(name, justify="left" if i == 0 or name == "baseline" else "right", no_wrap=True)
     return table
 
 
 def timing_table(group: str, rows: list[Row]) -> Table:
-    table = new_table(group, "what", "ours", "rival", "theirs", "ratio", "goal", "reached")
+    table = new_table(group, "what", "ours", "baseline", "theirs", "ratio", "goal", "reached")
     for row in rows:
         table.add_row(*row.cells())
     return table

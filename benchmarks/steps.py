@@ -19,14 +19,14 @@ from qlangevin.sampling.step import StepSettings, TensorStep, parameter_key, ste
 from .timing import WALL, Contestant, Goal, Row, measure
 
 LR, TEMPERATURE, WEIGHT_DECAY = 0.1, 1.0, 1e-4
-RESTART = 16  # steps after which a chain goes back to its start: with gradients that lead nowhere it would drift away
+RESTART = 16  # steps after which a chain is reset: with random gradients it would drift away
 RANDN, CONTROL = "torch.randn, no allocation", "torch.lgamma, for comparison"
 # (name, format, N). With CIFAR's N the noise is below v_0 on fixed8.6, and no Gaussian is drawn; with N = 1000 it is above.
 CASES = (("fixed8.6", "fixed8.6", 50_000), ("fixed8.6, N = 1000", "fixed8.6", 1000), ("bfp8", "bfp8", 50_000))
 
 
 def resnet18() -> list[torch.Size]:
-    """The shapes of the CIFAR ResNet-18's parameters: 11 173 962 weights."""
+    """Return the shapes of the CIFAR ResNet-18's parameters: 11 173 962 weights."""
     shapes: list[tuple[int, ...]] = [(64, 3, 3, 3), (64,), (64,)]
     before = 64
     for width in (64, 128, 256, 512):
@@ -43,13 +43,13 @@ def numel() -> int:
 
 
 def draws(seed: int) -> list[Tensor]:
-    """Standard normals for every shape."""
+    """Draw standard normals for every shape."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(shape, generator=generator) for shape in resnet18()]
 
 
 def weights() -> list[Tensor]:
-    """As at the start of training: Kaiming's scale for matrices; ones and zeros for what follows them."""
+    """Return weights as at the start of training: Kaiming's scale for matrices, ones and zeros for normalization and biases."""
     tensors = draws(0)
     for i, w in enumerate(tensors):
         if w.dim() > 1:
@@ -60,7 +60,7 @@ def weights() -> list[Tensor]:
 
 
 class Chain:
-    """A chain that can be timed: ``run`` is one step; ``before``, not timed, takes it back to its start now and then."""
+    """A chain that can be timed: ``run`` makes one step; ``before``, not timed, resets it every `RESTART` steps."""
 
     def __init__(self, step: Callable[[int], object], tensors: list[Tensor]) -> None:
         self.step, self.steps = step, 0
@@ -77,7 +77,7 @@ class Chain:
                 now.copy_(start)
 
     def check(self) -> None:
-        """A chain that stands still, or has run against the end of its range, would be no measure of anything."""
+        """Raise RuntimeError if the chain stands still or is saturated: its time would mean nothing."""
         largest = torch.iinfo(torch.int8).max if self.tensors[0].dtype == torch.int8 else float("inf")
         count = sum(t.numel() for t in self.tensors)
         moved = sum(int((t != s).sum()) for t, s in zip(self.tensors, self.start, strict=True)) / count
@@ -87,7 +87,7 @@ class Chain:
 
 
 def on_codes(format: str, num_data: int, gradients: list[Tensor]) -> Chain:
-    """VC SGLDLP-L on int8 codes. Every other step climbs, so that random gradients do not add up."""
+    """VC SGLDLP-L on int8 codes. Every other step ascends, so that random gradients do not add up."""
     settings = [
         StepSettings(LR, num_data, TEMPERATURE, WEIGHT_DECAY, gradients=format, maximize=up) for up in (False, True)
     ]
@@ -101,7 +101,7 @@ def on_codes(format: str, num_data: int, gradients: list[Tensor]) -> Chain:
 
 
 def on_values(format: str, num_data: int, gradients: list[Tensor]) -> Chain:
-    """The same as an optimizer over float32 parameters."""
+    """The same chain as an optimizer over float32 parameters."""
     parameters = [torch.nn.Parameter(w) for w in weights()]
     for p, g in zip(parameters, gradients, strict=True):
         p.grad = g
@@ -112,7 +112,7 @@ def on_values(format: str, num_data: int, gradients: list[Tensor]) -> Chain:
 
 
 def run(seconds: float) -> list[Row]:
-    """All cases with one thread, then with two if there are two processors."""
+    """Time all cases with one thread, then with two if there are two processors."""
     gradients = [g.mul_(1e-3) for g in draws(1)]
     chains = {f"codes, {name}": on_codes(format, n, gradients) for name, format, n in CASES}
     chains |= {f"SGLD.step, {name}": on_values(format, n, gradients) for name, format, n in CASES}
@@ -129,7 +129,7 @@ def run(seconds: float) -> list[Row]:
 
 
 def two_threads(contestants: dict[str, Contestant], seconds: float) -> list[Row]:
-    """The gain from a second thread. A torch function that only computes shows what the machine had to give meanwhile."""
+    """Measure the gain from a second thread. A torch function that only computes shows what gain the machine allowed."""
     x = torch.linspace(-3, 3, 1 << 22)
     contestants = contestants | {CONTROL: Contestant(partial(torch.lgamma, x, out=torch.empty_like(x)))}
     both = {

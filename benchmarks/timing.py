@@ -1,8 +1,8 @@
-"""How things are timed: all contestants take turns, and the best time of each counts.
+"""Timing: all contestants take turns, and the least time of each counts.
 
-On a shared machine nanoseconds come and go; a disturbance that lasts hits everybody, and one that does not is left out by the
-minimum. What one thread does is timed with the processor time of that thread, which stands still while another process has
-the processor. Only the gain from a second thread has to be read off the clock on the wall.
+On a shared machine a lasting disturbance slows all contestants alike, and the minimum leaves out a short one. The work of one
+thread is timed by the processor time of that thread, which stands still while another process has the processor. Only the gain
+from a second thread needs the wall clock.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ WALL, PROCESSOR = time.perf_counter, time.thread_time
 
 
 def nothing() -> None:
-    """What a contestant has to do before it is timed, unless it says otherwise."""
+    """The default preparation of a contestant."""
 
 
 @dataclass(frozen=True)
 class Contestant:
-    """What is timed, with how many threads, and what is done before each run without being timed."""
+    """A function to time, its number of threads, and a preparation before each run that is not timed."""
 
     run: Callable[[], object]
     threads: int = 1
@@ -38,7 +38,7 @@ class Contestant:
 def measure(
     contestants: dict[str, Contestant], seconds: float, clock: Callable[[], float] = PROCESSOR
 ) -> dict[str, float]:
-    """The least time of each, in seconds. Each has an equal share of the given time and runs at least five times."""
+    """Return the least seconds of each contestant. Each runs for an equal share of the given time, and at least five times."""
     best = dict.fromkeys(contestants, float("inf"))
     used = dict.fromkeys(contestants, 0.0)
     rounds, share = 0, seconds / max(len(contestants), 1)
@@ -66,7 +66,7 @@ def measure(
 
 @dataclass(frozen=True)
 class Goal:
-    """What a number must be."""
+    """A bound that a number must keep."""
 
     relation: Literal["<", "<=", ">="]
     bound: float
@@ -82,14 +82,14 @@ class Goal:
 
 @dataclass(frozen=True)
 class Row:
-    """One comparison. ``judged`` is what the goal is about: ours over the rival's time or memory, the rival's time over ours, or
-    our number itself."""
+    """One comparison. ``judged`` is the number that the goal bounds: our time or memory over the baseline's, the baseline's time
+    over ours, or our number itself."""
 
     group: str
     name: str
     ours: float
     unit: str
-    rival: str = ""
+    baseline: str = ""
     theirs: float | None = None
     judged_by: Literal["time", "speed", "memory", "value"] = "value"
     goal: Goal | None = None
@@ -109,17 +109,17 @@ class Row:
         return asdict(self) | {"goal": goal, "judged": self.judged, "reached": self.reached}
 
     def cells(self) -> tuple[str, ...]:
-        """The row as text: what, ours, rival, theirs, ratio, goal, reached."""
+        """Return the row as text: what, ours, baseline, theirs, ratio, goal, reached."""
         theirs = "" if self.theirs is None else f"{self.theirs:.3g} {self.unit}"
         words = {"time": "x the time", "speed": "x as fast", "memory": "x the memory"}
         ratio = "" if self.judged_by == "value" else f"{self.judged:.2f}{words[self.judged_by]}"
         goal = "" if self.goal is None else str(self.goal)
         reached = {None: "", True: "yes", False: "NO"}[self.reached]
-        return self.name, f"{self.ours:.3g} {self.unit}", self.rival, theirs, ratio, goal, reached
+        return self.name, f"{self.ours:.3g} {self.unit}", self.baseline, theirs, ratio, goal, reached
 
 
 def machine() -> dict[str, Any]:
-    """What the numbers depend on."""
+    """Return the facts about this machine that the numbers depend on."""
     return {
         "processor": processor(),
         "processors": os.cpu_count(),

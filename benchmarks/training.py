@@ -1,9 +1,9 @@
-"""A whole training step in 8 bits against the same step in plain FP32: forward, cross entropy, backward, update.
+"""Time of a training step in 8 bits against the same step in plain FP32: forward, cross entropy, backward, update.
 
-This is what low precision costs somebody who trains: every activation, error, gradient and weight is rounded, on processors
-that compute in float32 all the same. FP32 has `torch.optim.SGD`, which draws no noise. "Lowered" rounds on plain parameters;
-"lowered and packed" has parameters of one byte and steps inside backward, and so decodes weights whenever they are used.
-Inputs are random numbers and stay the same. A quick run leaves out batch 128, where a step takes seconds.
+Every activation, error, gradient and weight is rounded, on processors that compute in float32 all the same. The baseline is
+`torch.optim.SGD` in FP32, which draws no noise. "Lowered" rounds plain parameters; "lowered and packed" has parameters of one
+byte and steps inside backward, and so decodes weights whenever they are used. Inputs are random numbers, the same in every step.
+A quick run leaves out batch 128, where a step takes seconds.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Batch = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Case:
-    """A network, what it is trained on, in which format, and its part of the time there is."""
+    """A network, its batch, format and goal, and its share of the time available."""
 
     name: str
     model: Callable[[], nn.Module]
@@ -45,7 +45,7 @@ class Case:
 
 
 class Training:
-    """A model that is trained on one batch: ``run`` is one step."""
+    """A model that is trained on one batch: ``run`` makes one step."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, batch: Batch) -> None:
         self.model, self.optimizer, self.batch = model, optimizer, batch
@@ -61,7 +61,7 @@ class Training:
         self.loss = loss.item()
 
     def check(self, name: str) -> None:
-        """A chain that stands still, or has left for infinity, would be no measure of anything."""
+        """Raise RuntimeError if the chain stands still or has diverged: its time would mean nothing."""
         pairs = list(zip(self.model.parameters(), self.start, strict=True))
         moved = sum(int((p != start).sum()) for p, start in pairs) / sum(start.numel() for _, start in pairs)
         if not math.isfinite(self.loss) or moved < 0.001:
@@ -96,14 +96,14 @@ def cases(quick: bool) -> list[Case]:
 
 
 def lower_and_pack(model: nn.Module, format: str, packed: bool) -> None:
-    """All of Algorithm 3 but the sampler: it has to be made afterwards, of the parameters that there are then."""
+    """Prepare a model for Algorithm 3. The sampler has to be made afterwards, since `pack` replaces the parameters."""
     ql.lower(model, activations=format, errors=format)
     if packed:
         ql.pack(model, format)
 
 
-def sampler(model: nn.Module, format: str | None, in_backward: bool) -> ql.SGLD:
-    """VC SGLDLP-L; without a format SGLD in full precision."""
+def make_sampler(model: nn.Module, format: str | None, in_backward: bool) -> ql.SGLD:
+    """Return VC SGLDLP-L; without a format, SGLD in full precision."""
     return ql.SGLD(
         model.parameters(),
         LR,
@@ -115,20 +115,20 @@ def sampler(model: nn.Module, format: str | None, in_backward: bool) -> ql.SGLD:
     )
 
 
-def trainings(case: Case) -> dict[str, Training]:
-    """The contestants, which all start from the same weights."""
+def make_trainings(case: Case) -> dict[str, Training]:
+    """Return the contestants, which all start from the same weights."""
     torch.manual_seed(0)
     plain = case.model()
     found = {}
     for name in (LOWERED, PACKED):
         model, packed = copy.deepcopy(plain), name == PACKED
         lower_and_pack(model, case.format, packed)
-        found[name] = Training(model, sampler(model, case.format, packed), case.batch)
+        found[name] = Training(model, make_sampler(model, case.format, packed), case.batch)
     return found | {FP32: Training(plain, SGD(plain.parameters(), LR), case.batch)}
 
 
-def timed(case: Case, threads: int, seconds: float) -> list[Row]:
-    contestants = trainings(case)
+def time_case(case: Case, threads: int, seconds: float) -> list[Row]:
+    contestants = make_trainings(case)
     clock = PROCESSOR if threads == 1 else WALL
     times = measure({name: Contestant(t.run, threads) for name, t in contestants.items()}, seconds, clock)
     for name, training in contestants.items():
@@ -138,11 +138,11 @@ def timed(case: Case, threads: int, seconds: float) -> list[Row]:
 
 
 def run(seconds: float, quick: bool) -> list[Row]:
-    """All cases with one thread, and with two if there are two processors."""
+    """Time all cases with one thread, and with two if there are two processors."""
     counts = [count for count in THREADS if count <= (os.cpu_count() or 1)]
     return [
         row
         for case in cases(quick)
         for threads in counts
-        for row in timed(case, threads, seconds * case.share / len(counts))
+        for row in time_case(case, threads, seconds * case.share / len(counts))
     ]

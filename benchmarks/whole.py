@@ -1,4 +1,4 @@
-"""Things a user waits for: importing the library, and ten million steps of Figure 1."""
+"""End-to-end times: importing the library, and ten million steps of Figure 1."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STEPS, CHAINS, ALPHA = 5000, 2000, 1e-2
 
 
 def import_time(tries: int) -> Row:
-    """What ``import qlangevin`` adds to ``import torch``, each time in a new process."""
+    """Time the part of ``import qlangevin`` that comes after ``import torch``, in new processes."""
     times = []
     for _ in range(tries):
         done = subprocess.run([sys.executable, "-c", IMPORT], capture_output=True, text=True, check=True)
@@ -27,7 +27,7 @@ def import_time(tries: int) -> Row:
 
 
 def gaussian_time(tries: int) -> Row:
-    """VC SGLDLP-L on a standard Gaussian in fixed8.3; the variance of the last states must be that of the target."""
+    """Time VC SGLDLP-L on a standard Gaussian in fixed8.3; the variance of the last states must be that of the target."""
     torch.set_num_threads(1)
     times = []
     for seed in range(tries):

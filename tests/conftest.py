@@ -1,4 +1,4 @@
-"""What all tests share."""
+"""Settings and fixtures of all tests."""
 
 import signal
 from collections.abc import Iterator
@@ -9,18 +9,17 @@ from hypothesis import settings
 
 from qlangevin import native
 
-# The same examples on every run, and no limit on the time of one: the first call of an operation can be slow.
+# The same examples on every run, and no time limit for one: the first call of an operation can be slow.
 settings.register_profile("qlangevin", deadline=None, derandomize=True)
 settings.load_profile("qlangevin")
-torch.set_num_threads(1)  # tensors are small here; tests of threads ask for their own
-signal.signal(
-    signal.SIGINT, signal.default_int_handler
-)  # tests press Ctrl-C; what a shell runs in the background ignores it
+torch.set_num_threads(1)  # tensors are small here; the fixture `threads` sets more
+# A process that a shell starts in the background ignores SIGINT, but some tests send it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(params=native.levels() or ["none"])
 def every_level(request: pytest.FixtureRequest) -> Iterator[str]:
-    """The test runs with each instruction set this machine has."""
+    """Run the test with the kernels of each instruction set that this machine has."""
     before = native.level()
     if native.available:
         native.use_level(request.param)
@@ -31,7 +30,7 @@ def every_level(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @pytest.fixture(params=[1, 2])
 def threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    """The test runs with one thread and with two."""
+    """Run the test with one thread and with two."""
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)
     yield request.param

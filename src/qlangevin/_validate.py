@@ -38,15 +38,17 @@ def check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
 
 
-def describe_differences(there: Any, here: Any, where: str = "") -> list[str]:
-    """Return one line for each setting that differs: its name and both values."""
+def describe_differences(
+    there: Any, here: Any, where: str = "", sides: tuple[str, str] = ("there", "here")
+) -> list[str]:
+    """Return one line for each setting that differs: its name, and both values with the side each is from."""
     if there == here:
         return []
     if isinstance(there, Mapping) and isinstance(here, Mapping):
         names = [*there, *(name for name in here if name not in there)]
         each = [(f"{where}.{n}" if where else str(n), there.get(n, "absent"), here.get(n, "absent")) for n in names]
-        return [line for n, a, b in each for line in describe_differences(a, b, n)]
+        return [line for n, a, b in each for line in describe_differences(a, b, n, sides)]
     if isinstance(there, list) and isinstance(here, list) and len(there) == len(here):
         pairs = enumerate(zip(there, here, strict=True))
-        return [line for i, (a, b) in pairs for line in describe_differences(a, b, f"{where}[{i}]")]
-    return [f"{where} is {there!r} there and {here!r} here"]
+        return [line for i, (a, b) in pairs for line in describe_differences(a, b, f"{where}[{i}]", sides)]
+    return [f"{where} is {there!r} {sides[0]} and {here!r} {sides[1]}"]

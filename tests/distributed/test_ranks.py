@@ -1,4 +1,4 @@
-"""Ranks that meet, that miss one another, that were told different things, and that die."""
+"""Ranks that meet, that miss one another, that disagree, and that die."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ import torch.distributed as dist
 
 import qlangevin as ql
 from qlangevin.distributed import MissingRankError, Ranks, agree, gather, join, launched, replicate
-from qlangevin.distributed.ranks import same
-from tests.helpers import teams
+from qlangevin.distributed.ranks import equal_on_all
+from tests.helpers import chains
+from tests.helpers.process_groups import run_on_ranks, try_on_ranks
 
 ADDRESS = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
@@ -25,7 +26,7 @@ ADDRESS = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_P
 
 
 def met(times: int) -> list[Any]:
-    """Ranks may meet more than once: what was left of the last time must not be read."""
+    """Join several times: a rank must not read what the time before left in the store."""
     found: list[Any] = []
     for i in range(times):
         with join(patience=10) as ranks:
@@ -34,29 +35,27 @@ def met(times: int) -> list[Any]:
     return found
 
 
+@pytest.mark.distributed
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_ranks_meet_as_often_as_they_like(size: int) -> None:
-    for rank, found in enumerate(teams.values(met, size, 8, alone=True)):
+    for rank, found in enumerate(run_on_ranks(met, size, 8, join=False)):
         assert found == [[rank, size, rank == 0, [[i, r] for r in range(size)]] for i in range(8)]
 
 
-def met_before(folder: str, rank: int) -> list[Any]:
-    """A process group that somebody else made, without variables."""
+def met_before(folder: str) -> list[Any]:
+    """Join inside of a process group that the caller made, without the variables of torchrun."""
+    rank = int(os.environ.pop("RANK"))
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
     with join() as ranks:
         found = [ranks.rank, ranks.size, gather(ranks.rank, ranks.group)]
-    assert dist.is_initialized()  # it is theirs
+    assert dist.is_initialized()  # join leaves only groups of its own
     dist.destroy_process_group()
     return found
 
 
-def met_before_there(folder: str) -> list[Any]:
-    rank = int(os.environ.pop("RANK"))
-    return met_before(folder, rank)
-
-
-def test_a_process_group_that_is_there_is_taken(tmp_path: Path) -> None:
-    assert teams.values(met_before_there, 2, str(tmp_path), alone=True) == [[0, 2, [0, 1]], [1, 2, [0, 1]]]
+@pytest.mark.distributed
+def test_join_uses_a_process_group_that_exists(tmp_path: Path) -> None:
+    assert run_on_ranks(met_before, 2, str(tmp_path), join=False) == [[0, 2, [0, 1]], [1, 2, [0, 1]]]
 
 
 def patient(ranks: Ranks) -> list[Any]:
@@ -66,7 +65,7 @@ def patient(ranks: Ranks) -> list[Any]:
 
 
 def tardy() -> list[Any]:
-    """One rank comes later than ranks may at the beginning, and than they may in a group that is not patient."""
+    """Rank 0 is later than ``timeout`` allows, but not later than the patient group allows."""
     with join(patience=2, timeout=2) as ranks:
         longer = ranks.patient(60.0)
         if ranks.first:
@@ -76,12 +75,15 @@ def tardy() -> list[Any]:
     return found
 
 
+@pytest.mark.distributed
+@pytest.mark.slow
 def test_patient_ranks_wait_for_one_that_has_more_to_do() -> None:
-    assert teams.values(tardy, 2, alone=True) == [[0, 1], [0, 1]]
+    assert run_on_ranks(tardy, 2, join=False) == [[0, 1], [0, 1]]
 
 
+@pytest.mark.distributed
 def test_ranks_that_wait_longer_are_the_same_ranks() -> None:
-    assert teams.values(patient, 2) == [[0, 2, 100.0, [0, 1]], [1, 2, 100.0, [0, 1]]]
+    assert run_on_ranks(patient, 2) == [[0, 2, 100.0, [0, 1]], [1, 2, 100.0, [0, 1]]]
     assert Ranks().patient() == Ranks()
 
 
@@ -96,17 +98,18 @@ def split(ranks: Ranks) -> list[Any]:
             refused.append(str(error))
     assert ranks.split(1) is ranks
     halves.wait()
-    everybody = [gather(ranks.rank, each.group) for each in (ranks, halves, quarters)]
-    return [halves.rank, halves.size, halves.part, quarters.rank, quarters.part, everybody, refused]
+    members = [gather(ranks.rank, each.group) for each in (ranks, halves, quarters)]
+    return [halves.rank, halves.size, halves.part, quarters.rank, quarters.part, members, refused]
 
 
+@pytest.mark.distributed
 @pytest.mark.parametrize("size", [4, 6])
 def test_groups_of_groups(size: int) -> None:
     half = size // 2
-    for rank, found in enumerate(teams.values(split, size)):
-        part, place = divmod(rank, half)
+    for rank, found in enumerate(run_on_ranks(split, size)):
+        part, rank_in_part = divmod(rank, half)
         mates = list(range(part * half, part * half + half))
-        assert found[:5] == [place, half, part, 0, place]
+        assert found[:5] == [rank_in_part, half, part, 0, rank_in_part]
         assert found[5] == [list(range(size)), mates, [rank]]
         refused = found[6]
         assert "parts must be an integer, at least 1" in refused[-2]
@@ -114,7 +117,7 @@ def test_groups_of_groups(size: int) -> None:
         assert len(refused) == (3 if size % 3 else 2)
 
 
-def test_nobody_has_launched_anything(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_torchrun_has_not_started_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ADDRESS:
         monkeypatch.delenv(name, raising=False)
     assert not launched()
@@ -139,7 +142,7 @@ def test_nobody_has_launched_anything(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"MASTER_PORT": "65536"}, "MASTER_PORT must be at most 65535, got 65536"),
     ],
 )
-def test_variables_that_make_no_sense(
+def test_invalid_variables_of_torchrun(
     monkeypatch: pytest.MonkeyPatch, changes: dict[str, str | None], words: str
 ) -> None:
     for name, value in (ADDRESS | changes).items():
@@ -153,24 +156,26 @@ def test_variables_that_make_no_sense(
 
 def waiting(patience: float) -> None:
     with join(patience=patience):
-        raise AssertionError("nobody is missing")
+        raise AssertionError("no rank is missing")
 
 
+@pytest.mark.distributed
 @pytest.mark.parametrize(("only", "missing"), [([0, 2], "rank 1 of 3"), ([0], "ranks 1, 2 of 3")])
 def test_a_rank_that_does_not_come_is_named(only: list[int], missing: str) -> None:
-    for found in teams.outcomes(waiting, 3, 1.5, alone=True, only=only, deadline=20):
+    for found in try_on_ranks(waiting, 3, 1.5, join=False, only=only, deadline=20):
         assert found.error == "MissingRankError"
         assert found.message == f"{missing} did not come within 1.5 s"
 
 
+@pytest.mark.distributed
 def test_the_first_rank_does_not_come() -> None:
-    for found in teams.outcomes(waiting, 3, 1.5, alone=True, only=[1, 2], deadline=20):
+    for found in try_on_ranks(waiting, 3, 1.5, join=False, only=[1, 2], deadline=20):
         assert found.error == "MissingRankError"
         assert re.match(r"rank [12] of 3 did not meet the others at 127.0.0.1:\d+ within 1.5 s", found.message)
 
 
 def late(patience: float) -> list[Any]:
-    """Those who were there in vain come again, and then all are there."""
+    """Join again after a MissingRankError, until rank 1, which comes late, is there."""
     if os.environ["RANK"] == "1":
         sleep(patience + 0.5)
     for _ in range(10):
@@ -182,8 +187,10 @@ def late(patience: float) -> list[Any]:
     return []
 
 
+@pytest.mark.distributed
+@pytest.mark.slow
 def test_ranks_may_try_again() -> None:
-    assert teams.values(late, 2, 1.0, alone=True, deadline=20) == [[0, 1], [0, 1]]
+    assert run_on_ranks(late, 2, 1.0, join=False, deadline=20) == [[0, 1], [0, 1]]
 
 
 @pytest.mark.parametrize("patience", [-1, "long", float("nan")])
@@ -194,14 +201,14 @@ def test_patience_is_a_number(monkeypatch: pytest.MonkeyPatch, patience: Any) ->
         pass
 
 
-# ---- saying the same
+# ---- agreement
 
 
 def compared(ranks: Ranks) -> list[Any]:
-    """Numbers of every size, and things of every length."""
+    """Compare numbers of every size and texts of every length."""
     ends = [-(2**63), 2**63 - 1, 0, -1]
-    alike = same(torch.tensor([*ends, ranks.rank, -(2**63) + ranks.rank, 7]), ranks.group).tolist()
-    told = gather({"name": "é" * (1 + 1000 * ranks.rank), "none": None}, ranks.group)
+    alike = equal_on_all(torch.tensor([*ends, ranks.rank, -(2**63) + ranks.rank, 7]), ranks.group).tolist()
+    texts = gather({"name": "é" * (1 + 1000 * ranks.rank), "none": None}, ranks.group)
     agree({"a": 1, "b": [1, 2]}, ranks.group)
     agree({"b": [1, 2], "a": 1} if ranks.rank else {"a": 1, "b": [1, 2]}, ranks.group)  # their order is no difference
     messages = []
@@ -210,17 +217,20 @@ def compared(ranks: Ranks) -> list[Any]:
             agree(facts, ranks.group)
         except ValueError as error:
             messages.append(str(error))
-    return [alike, [len(each["name"]) for each in told], messages]
+    return [alike, [len(each["name"]) for each in texts], messages]
 
 
-def test_what_ranks_say_to_one_another() -> None:
-    found = teams.values(compared, 3)
+@pytest.mark.distributed
+def test_ranks_that_disagree_name_the_setting_the_values_and_the_ranks() -> None:
+    found = run_on_ranks(compared, 3)
     assert found[0] == found[1] == found[2]
     alike, lengths, messages = found[0]
     assert alike == [True, True, True, True, False, False, True]
     assert lengths == [1, 1001, 2001]
-    assert "(there: rank 0, here: rank 2): b.c is 0 there and 1 here" in messages[0]
-    assert "(there: rank 0, here: rank 1): 0 is 0 there and 1 here" in messages[1]
+    assert messages[0] == "ranks disagree: b.c is 0 on rank 0 and 1 on rank 2"
+    assert messages[1].startswith(
+        "ranks disagree: 0 is 0 on rank 0 and 1 on rank 1; 1 is 0 on rank 0 and 1 on rank 1; "
+    )
     assert messages[1].endswith("; and 4 more")
 
 
@@ -228,20 +238,21 @@ def test_what_ranks_say_to_one_another() -> None:
 
 
 def dying(ranks: Ranks, wire: str | None, how: str) -> None:
-    model = teams.network()
+    model = chains.network()
     sampler = ql.SGLD(model.named_parameters(), 0.05, 50, weights="bfp8")
     replicas = replicate(model, sampler, wire=wire, every=2)
-    batches = teams.loader(ranks.rank, ranks.size)
-    teams.train(replicas, sampler, batches, 5)
+    batches = chains.loader(ranks.rank, ranks.size)
+    chains.train(replicas, sampler, batches, 5)
     if ranks.rank == 1:
         if how == "exit":
             os._exit(7)
         if how == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         raise OSError("the disk is full")
-    teams.train(replicas, sampler, batches, 50)
+    chains.train(replicas, sampler, batches, 50)
 
 
+@pytest.mark.distributed
 @pytest.mark.parametrize(
     ("wire", "how", "end"),
     [
@@ -254,7 +265,7 @@ def dying(ranks: Ranks, wire: str | None, how: str) -> None:
     ],
 )
 def test_a_rank_that_dies_is_missed_by_all_others(wire: str | None, how: str, end: str) -> None:
-    found = teams.outcomes(dying, 4, wire, how, deadline=20)
+    found = try_on_ranks(dying, 4, wire, how, deadline=20)
     assert end in found[1].message
     for rank in (0, 2, 3):
         assert found[rank].error == "MissingRankError", found[rank]
@@ -262,7 +273,7 @@ def test_a_rank_that_dies_is_missed_by_all_others(wire: str | None, how: str, en
 
 
 def too_late(parts: int, folder: str) -> None:
-    """Ranks 0 and 2 come when the others have given up."""
+    """Ranks 0 and 2 come after the others have given up."""
     with join(patience=1, timeout=1) as ranks:
         group, gone = ranks.split(parts), Path(folder) / str(ranks.rank | 1)
         while ranks.rank in (0, 2) and not gone.exists():
@@ -273,10 +284,11 @@ def too_late(parts: int, folder: str) -> None:
             gone.touch()
 
 
+@pytest.mark.distributed
 @pytest.mark.parametrize("parts", [1, 2])
 def test_a_rank_that_is_too_late_is_missed(tmp_path: Path, parts: int) -> None:
-    """Also in a group of its own, for which the same patience holds."""
-    for found in teams.outcomes(too_late, 4, parts, str(tmp_path), alone=True, deadline=20):
+    """Also in a group made by `split`, which has the timeout of all ranks."""
+    for found in try_on_ranks(too_late, 4, parts, str(tmp_path), join=False, deadline=20):
         assert found.error == "MissingRankError", found
         assert "or too late, while the ranks waited for one another" in found.message
 
@@ -285,9 +297,10 @@ def failing(ranks: Ranks, message: str) -> None:
     raise RuntimeError(message)
 
 
-def test_errors_of_others_stay_what_they_are() -> None:
+@pytest.mark.distributed
+def test_errors_that_are_not_of_lost_connections_are_not_translated() -> None:
     message = "DataLoader timed out after 5 seconds"
-    for found in teams.outcomes(failing, 2, message):
+    for found in try_on_ranks(failing, 2, message):
         assert (found.error, found.message) == ("RuntimeError", message)
 
 
@@ -297,7 +310,8 @@ def forever(ranks: Ranks) -> None:
     ranks.wait()
 
 
-def test_a_team_has_a_deadline() -> None:
-    found = teams.outcomes(forever, 2, deadline=1)
+@pytest.mark.distributed
+def test_ranks_have_a_deadline() -> None:
+    found = try_on_ranks(forever, 2, deadline=1)
     assert [outcome.message for outcome in found] == ["was not done in time and killed"] * 2
-    assert teams.values(met, 1, 1, alone=True)  # and the server goes on
+    assert run_on_ranks(met, 1, 1, join=False)  # the server still answers

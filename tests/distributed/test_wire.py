@@ -1,4 +1,4 @@
-"""Gradients in 8 bits between ranks: unbiased, the same on all of them, and no more bytes than promised."""
+"""Gradients in 8 bits between ranks: unbiased, equal on all ranks, and no more bytes than documented."""
 
 from __future__ import annotations
 
@@ -12,13 +12,16 @@ from torch import Tensor, nn
 
 import qlangevin as ql
 from qlangevin.distributed import Ranks, Wire, replicate
-from tests.helpers import teams
+from tests.helpers import chains
+from tests.helpers.process_groups import run_on_ranks
+
+pytestmark = pytest.mark.distributed
 
 FORMAT = ql.parse("bfp8/64")
 
 
 class Linear(nn.Module):
-    """Parameters of given shapes; the gradient of ``model(gradients)`` is what it was given."""
+    """Parameters of given shapes; the gradients of ``model(gradients)`` are the tensors passed to it."""
 
     def __init__(self, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -34,35 +37,36 @@ SHAPES = {"large": (31, 50), "group": (64,), "small": (3,), "row": (1, 65), "num
 
 
 def gradients(rank: int, shapes: dict[str, tuple[int, ...]] = SHAPES) -> list[Tensor]:
-    """Of one rank: those of each rank are ten times as large as those of the one before."""
+    """Gradients of one rank, ten times as large as those of the rank before."""
     generator = torch.Generator().manual_seed(rank)
     return [torch.randn(shape, generator=generator) * 10.0**rank for shape in shapes.values()]
 
 
-def still(model: nn.Module, **changes: Any) -> ql.SGLD:
-    """A sampler whose steps are counted and change nothing."""
+def idle_sampler(model: nn.Module, **changes: Any) -> ql.SGLD:
+    """A sampler whose steps are counted but, unless ``lr`` is given, change nothing."""
     return ql.SGLD(model.named_parameters(), **({"lr": 0.0, "num_data": 1, "seed": 4} | changes))
 
 
-def reduced(model: nn.Module, called: nn.Module, sampler: ql.SGLD, mine: list[Tensor]) -> list[Tensor]:
+def reduce_gradients(model: nn.Module, called: nn.Module, sampler: ql.SGLD, mine: list[Tensor]) -> list[Tensor]:
+    """Run backward on this rank's gradients and return the means that arrive."""
     sampler.zero_grad()
     called(mine).backward()
     return [cast(Tensor, p.grad).clone() for p in model.parameters()]
 
 
-# ---- what arrives
+# ---- the means that arrive
 
 
 def many_means(ranks: Ranks, steps: int) -> list[Any]:
     model = Linear(SHAPES)
-    sampler = still(model)
+    sampler = idle_sampler(model)
     called, mine = replicate(model, sampler, wire="bfp8/64", every=0), gradients(ranks.rank)
     count, first, second, seen = 0, torch.zeros(0), torch.zeros(0), []
     for _ in range(steps):
-        arrived = reduced(model, called, sampler, mine)
+        arrived = reduce_gradients(model, called, sampler, mine)
         assert all(bool(FORMAT.is_representable(g.view(-1)).all()) for g in arrived)
         flat = torch.cat([g.view(-1) for g in arrived]).double()
-        seen.append(teams.sha256(flat))
+        seen.append(chains.sha256(flat))
         first, second = (first + flat, second + flat**2) if count else (flat, flat**2)
         count += 1
         sampler.step()
@@ -70,16 +74,16 @@ def many_means(ranks: Ranks, steps: int) -> list[Any]:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_what_arrives_is_unbiased_on_the_grid_and_the_same_on_all_ranks(size: int) -> None:
-    """The squared error of means over T steps, over the squared error they should have: 1 for N independent elements.
+def test_means_are_unbiased_on_the_grid_and_equal_on_all_ranks(size: int) -> None:
+    """The squared error of means over T steps, divided by its expectation: 1 for N independent elements.
 
     Its standard deviation is about sqrt(2 / N): above 1 + 6 of them is a false alarm once in 10^8 seeds. A bias of a
     tenth of the standard deviation of every element would make it 2.5.
     """
     steps = 150
-    found = teams.values(many_means, size, steps)
+    found = run_on_ranks(many_means, size, steps)
     assert all(other == found[0] for other in found)
-    assert len(set(found[0][0])) == steps  # other bits each time
+    assert len(set(found[0][0])) == steps  # new random bits in each step
     exact = torch.stack([torch.cat([g.view(-1) for g in gradients(r)]).double() for r in range(size)]).mean(0)
     mean, square = (torch.tensor(numbers, dtype=torch.float64) for numbers in found[0][1:])
     variance = (square - mean**2).clamp_min(0) * steps / (steps - 1)
@@ -90,8 +94,8 @@ def test_what_arrives_is_unbiased_on_the_grid_and_the_same_on_all_ranks(size: in
 
 def one_mean(ranks: Ranks, wire: str, dtype: str, shapes: dict[str, tuple[int, ...]]) -> list[list[float]]:
     model = Linear(shapes, getattr(torch, dtype))
-    called = replicate(model, sampler := still(model), wire=wire)
-    arrived = reduced(model, called, sampler, gradients(ranks.rank, shapes))
+    called = replicate(model, sampler := idle_sampler(model), wire=wire)
+    arrived = reduce_gradients(model, called, sampler, gradients(ranks.rank, shapes))
     assert all(g.dtype == p.dtype for g, p in zip(arrived, model.parameters(), strict=True))
     sampler.step()
     return [g.flatten().tolist() for g in arrived]
@@ -112,9 +116,9 @@ def one_mean(ranks: Ranks, wire: str, dtype: str, shapes: dict[str, tuple[int, .
     ],
 )
 def test_every_format_and_dtype_arrives(wire: str, dtype: str, error: float) -> None:
-    """Also parameters that leave ranks nothing to add up. Two roundings are each off by less than a gap of the largest."""
+    """Also a parameter without elements. Each of the two roundings is off by less than a gap of the largest element."""
     shapes = SHAPES | {"nothing": (0, 3)}
-    found = teams.values(one_mean, 4, wire, dtype, shapes)
+    found = run_on_ranks(one_mean, 4, wire, dtype, shapes)
     assert all(other == found[0] for other in found)
     for arrived, *parts in zip(found[0], *(gradients(rank, shapes) for rank in range(4)), strict=True):
         exact = torch.stack([part.flatten().to(getattr(torch, dtype)).double() for part in parts]).mean(0)
@@ -122,31 +126,31 @@ def test_every_format_and_dtype_arrives(wire: str, dtype: str, error: float) -> 
         assert torch.tensor(arrived, dtype=torch.float64).sub(exact).abs().le(2 * error * largest).all()
 
 
-# ---- how it gets there
+# ---- bytes and buckets
 
 
 class Counted:
-    """`torch.distributed.all_to_all_single`, with an eye on what leaves this rank."""
+    """`torch.distributed.all_to_all_single`, counting its calls and the bytes that leave this rank."""
 
     def __init__(self, rank: int) -> None:
-        self.rank, self.calls, self.bytes, self.true = rank, 0, 0, dist.all_to_all_single
+        self.rank, self.calls, self.bytes, self.original = rank, 0, 0, dist.all_to_all_single
 
     def __call__(self, output: Tensor, input: Tensor, into: list[int], out: list[int], **options: Any) -> Any:
         self.calls += 1
         self.bytes += input.element_size() * sum(n for rank, n in enumerate(out) if rank != self.rank)
         assert sum(out) == input.numel()
-        return self.true(output, input, into, out, **options)
+        return self.original(output, input, into, out, **options)
 
     def __enter__(self) -> Counted:
         dist.all_to_all_single = cast(Any, self)
         return self
 
     def __exit__(self, *_: Any) -> None:
-        dist.all_to_all_single = self.true
+        dist.all_to_all_single = self.original
 
 
 def loopback() -> int:
-    """Bytes the kernel has sent to this machine itself."""
+    """Bytes that the kernel has sent over the loopback device."""
     lines = Path("/proc/net/dev").read_text().splitlines() if Path("/proc/net/dev").exists() else []
     return next((int(line.split()[9]) for line in lines if line.split()[0] == "lo:"), 0)
 
@@ -154,8 +158,8 @@ def loopback() -> int:
 def counted_bytes(ranks: Ranks, wire: str) -> list[int]:
     model = nn.Sequential(nn.Linear(192, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
     sampler = ql.SGLD(model.parameters(), 0.1, 100, weights="bfp8")
-    carrier = Wire(sampler, wire)
-    called = replicate(model, sampler, wire=carrier, every=0, bucket_cap_mb=0.1)
+    hook = Wire(sampler, wire)
+    called = replicate(model, sampler, wire=hook, every=0, bucket_cap_mb=0.1)
     before = loopback()
     with Counted(ranks.rank) as counted:
         for _ in range(3):
@@ -163,14 +167,14 @@ def counted_bytes(ranks: Ranks, wire: str) -> list[int]:
             called(torch.randn(4, 192)).square().mean().backward()
             sampler.step()
     weights = sum(p.numel() for p in model.parameters())
-    return [carrier.sent, counted.bytes, 3 * weights, loopback() - before]
+    return [hook.sent, counted.bytes, 3 * weights, loopback() - before]
 
 
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize(("wire", "most"), [("bfp8/64", 0.27), ("fp32", 1.0)])
 def test_bytes_on_the_wire(size: int, wire: str, most: float) -> None:
     """A rank of an all-reduce sends 2 (R-1)/R floats of 4 bytes for each weight."""
-    found = teams.values(counted_bytes, size, wire)
+    found = run_on_ranks(counted_bytes, size, wire)
     for sent, counted, _, _ in found:
         assert sent == counted > 0
     sent, floats = sum(each[0] for each in found), 4 * 2 * (size - 1) * found[0][2]
@@ -191,19 +195,19 @@ OPTIONS: list[dict[str, Any]] = [
 def bucketed(ranks: Ranks, wire: str) -> list[list[Any]]:
     found = []
     for options in OPTIONS:
-        model = teams.network()
+        model = chains.network()
         sampler = ql.SGLD(model.named_parameters(), 0.05, 50, weights="bfp8", seed=5)
         called = replicate(model, sampler, wire=wire, every=1, **options)
         with Counted(ranks.rank) as counted:
-            teams.train(called, sampler, teams.loader(ranks.rank, ranks.size), 5)
-        found.append([teams.digest(model, sampler), counted.calls])
+            chains.train(called, sampler, chains.loader(ranks.rank, ranks.size), 5)
+        found.append([chains.digest(model, sampler), counted.calls])
     return found
 
 
 @pytest.mark.parametrize("wire", ["fp32", "bfp8/64"])
 def test_buckets_make_no_difference(wire: str) -> None:
-    """Though DDP arranges them anew after the first step."""
-    found = teams.values(bucketed, 4, wire)
+    """DDP rearranges its buckets after the first step."""
+    found = run_on_ranks(bucketed, 4, wire)
     assert all(other == found[0] for other in found)
     digests, calls = zip(*found[0], strict=True)
     assert len(set(digests)) == 1
@@ -211,7 +215,7 @@ def test_buckets_make_no_difference(wire: str) -> None:
 
 
 def convolved(ranks: Ranks) -> list[Any]:
-    """A weight that lies in memory in another order of its dims."""
+    """A weight in channels-last memory format."""
     torch.manual_seed(0)
     model = nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     sampler = ql.SGLD(model.named_parameters(), 0.05, 50, seed=5)
@@ -225,55 +229,55 @@ def convolved(ranks: Ranks) -> list[Any]:
     assert model.weight.grad is not None
     torch.testing.assert_close(model.weight.grad.contiguous(), alone.weight.grad)
     sampler.step()
-    return [teams.digest(model, sampler)]
+    return [chains.digest(model, sampler)]
 
 
 def test_channels_last() -> None:
-    found = teams.values(convolved, 2)
+    found = run_on_ranks(convolved, 2)
     assert found[0] == found[1]
 
 
-# ---- what is no number
-
-
-BAD = ["nan", "inf", "-inf"]
+# ---- infinities and NaNs
 
 
 def not_finite(ranks: Ranks, wire: str | None, odd: int, value: str) -> list[Any]:
-    """One rank has something bad in one of its gradients; then all go on."""
+    """One rank has a bad element in one of its gradients; in the next step it has none."""
     model = Linear(SHAPES)
-    sampler = still(model, lr=0.1, weights="bfp8")
+    sampler = idle_sampler(model, lr=0.1, weights="bfp8")
     called, mine = replicate(model, sampler, wire=wire, every=1), gradients(ranks.rank)
-    before, message = teams.digest(model, sampler), ""
+    before, message = chains.digest(model, sampler), ""
     bad = [g.clone() for g in mine]
     if odd in (ranks.rank, -1):
         bad[3][0, 64] = float(value)
     try:
-        reduced(model, called, sampler, bad)
+        reduce_gradients(model, called, sampler, bad)
         sampler.step()
     except FloatingPointError as error:
         message = str(error)
-    same = teams.digest(model, sampler) == before
-    reduced(model, called, sampler, mine)
+    same = chains.digest(model, sampler) == before
+    reduce_gradients(model, called, sampler, mine)
     sampler.step()
-    return [message, same, teams.digest(model, sampler)]
+    return [message, same, chains.digest(model, sampler)]
 
 
 @pytest.mark.parametrize("wire", [None, "fp32", "bfp8/64"])
 @pytest.mark.parametrize(("odd", "value"), [(0, "nan"), (2, "inf"), (1, "-inf"), (-1, "3e38")])
-def test_a_gradient_that_is_no_number_is_an_error_on_all_ranks(wire: str | None, odd: int, value: str) -> None:
-    """Also where each rank has a number, and their sum is none."""
-    found = teams.values(not_finite, 3, wire, odd, value)
+def test_a_gradient_that_is_not_finite_is_an_error_on_all_ranks(wire: str | None, odd: int, value: str) -> None:
+    """Also where each rank's gradient is finite and their sum is not."""
+    found = run_on_ranks(not_finite, 3, wire, odd, value)
     assert found[0] == found[1] == found[2]
-    if (wire, value) != (None, "3e38"):  # torch divides first
-        assert "the gradient of parameter 'row' holds an infinity or a NaN" in found[0][0]
-        assert found[0][1]
+    message, unchanged, _ = found[0]
+    if (wire, value) == (None, "3e38"):  # torch divides before it adds up
+        assert (message, unchanged) == ("", False)
+    else:
+        assert "the gradient of parameter 'row' holds an infinity or a NaN" in message
+        assert unchanged
 
 
 def never_used(ranks: Ranks) -> list[str]:
-    """A rank whose batch does not reach a parameter, and a parameter that none reaches."""
+    """Rank 1 does not use one parameter, and no rank uses another."""
     model = Linear(SHAPES)
-    sampler = still(model, lr=0.1, weights="bfp8", accumulator="fp32")
+    sampler = idle_sampler(model, lr=0.1, weights="bfp8", accumulator="fp32")
     called = replicate(model, sampler, wire="bfp8/64", every=1, find_unused_parameters=True)
 
     def forward(gradients: list[Tensor]) -> Tensor:
@@ -287,18 +291,18 @@ def never_used(ranks: Ranks) -> list[str]:
         sampler.step()
     steps = {name: sampler.state[p]["step"] for name, p in model.named_parameters()}
     assert steps == {name: 0 if name == "large" else 4 for name in SHAPES}
-    return [teams.digest(model, sampler)]
+    return [chains.digest(model, sampler)]
 
 
 def test_parameters_that_some_ranks_do_not_use() -> None:
-    found = teams.values(never_used, 2)
+    found = run_on_ranks(never_used, 2)
     assert found[0] == found[1]
 
 
 def passes(ranks: Ranks) -> list[Any]:
-    """A gradient that is rounded, and added to and rounded again, before the step."""
+    """Two backwards before each step: the gradient is rounded, added to, and rounded again."""
     model = Linear({"a": (64,)})
-    sampler = still(model)
+    sampler = idle_sampler(model)
     called, found = replicate(model, sampler, wire="bfp4/64", every=0), list[list[float]]()
     mine = [torch.cat((torch.ones(1), torch.full((63,), 0.13125)))]
     for _ in range(400):
@@ -311,8 +315,8 @@ def passes(ranks: Ranks) -> list[Any]:
 
 
 def test_two_backwards_before_a_step_have_bits_of_their_own() -> None:
-    """With the same bits twice the mean of 25 200 numbers would be 16 standard errors off; 5 are a false alarm in 2 million."""
-    [found] = teams.values(passes, 1)
+    """With equal bits the mean of 25 200 numbers would be 16 standard errors off; 5 are a false alarm in 2 million."""
+    [found] = run_on_ranks(passes, 1)
     numbers = torch.tensor(found, dtype=torch.float64)[:, 1:]
     error = float(numbers.std()) / numbers.numel() ** 0.5
     assert abs(float(numbers.mean()) - 0.2625) < 5 * error

@@ -1,4 +1,4 @@
-"""Several chains of one run, and several ranks: the same samples however they are shared out, and whatever ends a process."""
+"""Several chains of one run, and several ranks: equal samples however chains are divided among processes, and after any kill."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -29,17 +27,16 @@ from qlangevin.experiments.methods import MethodName
 from qlangevin.experiments.presets import Digits, from_json
 from qlangevin.experiments.report.build import load, write
 from qlangevin.experiments.run import run_experiment
-from tests.helpers import teams
+from tests.helpers.process_groups import run_on_ranks, start_torchrun, try_on_ranks
 
 SMALL = Digits(
     format="bfp8", epochs=4, batch=25, lr=0.1, temperature=1.0, samples=9, burn_in=0.5, limit_train=190, limit_test=120, hidden=12
 )  # fmt: skip
 FOUR = replace(SMALL, chains=4)
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--local-addr=127.0.0.1", "--master-port"]
 
 
-def kept(folder: Path) -> dict[str, bytes]:
-    """The samples and what describes them, to the byte."""
+def stored_bytes(folder: Path) -> dict[str, bytes]:
+    """The contents of all samples, manifests and configurations in a folder."""
     files = [*folder.rglob("samples/*"), *folder.rglob("manifest.json"), *folder.rglob("config.json")]
     return {str(file.relative_to(folder)): file.read_bytes() for file in files}
 
@@ -52,49 +49,50 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-# ---- on ranks; these functions are called there
+# ---- functions that ranks call
 
 
-def run_there(ranks: Ranks, settings: dict[str, Any], folder: str, dies: int | None = None, after: int = 0) -> Any:
-    """A run, all of it or until a rank dies in the midst of it; what it gives, and the share of progress it told."""
+def run_on_rank(ranks: Ranks, settings: dict[str, Any], folder: str, dies: int | None = None, after: int = 0) -> Any:
+    """Run an experiment, in which a rank may be killed after some steps; return its result and the progress it reported."""
     shares, losses = list[float](), list[Tensor]()
 
-    def fatal(*arguments: Any) -> Tensor:
+    def deadly_loss(*arguments: Any) -> Tensor:
         losses.append(cross_entropy(*arguments))
         if ranks.rank == dies and len(losses) == after:
             os.kill(os.getpid(), signal.SIGKILL)
         return losses[-1]
 
     chain.SECONDS = 0.0  # a checkpoint after every step
-    vars(chain)["cross_entropy"] = fatal
+    vars(chain)["cross_entropy"] = deadly_loss
     result = run_experiment(from_json(settings), Path(folder), None, lambda label, share: shares.append(share), ranks)
     return [{name: value for name, value in result.items() if name not in ("seconds", "finished")}, sum(shares)]
 
 
-def gaussian_there(ranks: Ranks) -> Any:
+def gaussian_on_rank(ranks: Ranks) -> Any:
     result = gaussian.run(GAUSSIAN, ranks=ranks)
     return [[asdict(row) | {"seconds": 0} for row in result.rows], [shares.tolist() for shares in result.shares]]
 
 
 GAUSSIAN = gaussian.Settings(stepsizes=(0.05, 0.01), chains=200)
 
-# ---- the same chains however they are shared out
+# ---- equal chains however they are divided
 
 
+@pytest.mark.distributed
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_chains_shared_by_ranks_are_those_of_one_process(ranks: int, four: Path, tmp_path: Path) -> None:
-    found = teams.values(run_there, ranks, FOUR.to_json(), str(tmp_path / "run"))
-    assert kept(tmp_path / "run") == kept(four)
+    found = run_on_ranks(run_on_rank, ranks, FOUR.to_json(), str(tmp_path / "run"))
+    assert stored_bytes(tmp_path / "run") == stored_bytes(four)
     assert all(result == found[0][0] for result, _ in found)
     assert found[0][1] == pytest.approx(1)  # the first rank's own chains, and the evaluation
-    there = run.read_result(four)
-    assert all(found[0][0][name] == there[name] for name in ("scores", "trace", "r_hat", "ess", "memory", "samples"))
+    expected = run.read_result(four)
+    assert all(found[0][0][name] == expected[name] for name in ("scores", "trace", "r_hat", "ess", "memory", "samples"))
 
 
 def test_chains_differ_and_the_first_is_the_run_without_the_others(four: Path, tmp_path: Path) -> None:
     run_experiment(SMALL, tmp_path / "one")
-    chains = [kept(four / f"chain-{i}") for i in range(4)]
-    assert {k: v for k, v in kept(tmp_path / "one").items() if k != "config.json"} == chains[0]
+    chains = [stored_bytes(four / f"chain-{i}") for i in range(4)]
+    assert {k: v for k, v in stored_bytes(tmp_path / "one").items() if k != "config.json"} == chains[0]
     for name in chains[0]:
         assert len({files[name] for files in chains}) == 4, name
 
@@ -122,93 +120,81 @@ def test_the_report_says_how_many_chains_agree(four: Path, tmp_path: Path) -> No
     assert figure.stat().st_size > 0
 
 
+@pytest.mark.distributed
 @pytest.mark.parametrize("chains", [1, 2])
 def test_replicas_write_one_store_for_each_chain(chains: int, tmp_path: Path) -> None:
     config = replace(SMALL, chains=chains, wire="bfp8/64")
-    found = teams.values(run_there, 2 * chains, config.to_json(), str(tmp_path / "run"))
+    found = run_on_ranks(run_on_rank, 2 * chains, config.to_json(), str(tmp_path / "run"))
     assert {result["ranks"] for result, _ in found} == {2}
     assert found[0][0]["samples"] == 9 * chains
     assert found[0][1] == pytest.approx(1)
-    assert found[1][1] == 0  # only the first rank of all tells
+    assert found[1][1] == 0  # only the first rank reports progress
     stores = [SampleStore.open(path.parent) for path in (tmp_path / "run").rglob("manifest.json")]
     assert [store.manifest.settings["ranks"] for store in stores] == [2] * chains
 
 
+@pytest.mark.distributed
 @pytest.mark.parametrize("method", ["sgldlp-f", "vc-sgldlp-l"])
 def test_a_chain_on_two_ranks_begins_as_on_one_and_keeps_to_it(method: MethodName, tmp_path: Path) -> None:
-    """Activations in full precision; then only the order of sums differs, which seldom moves a weight to another code."""
+    """Activations are in full precision: only the order of sums differs, which seldom moves a weight to another code."""
     config = replace(SMALL, method=method, activations="full", epochs=1, samples=4)
     run_experiment(config, tmp_path / "one")
-    teams.values(run_there, 2, config.to_json(), str(tmp_path / "two"))
+    run_on_ranks(run_on_rank, 2, config.to_json(), str(tmp_path / "two"))
     for one, two in zip(SampleStore.open(tmp_path / "one"), SampleStore.open(tmp_path / "two"), strict=True):
         for name, weights in one.decode().items():
             same = (weights == two.decode()[name]).float().mean()
             assert same > 0.98, name
 
 
-def apart_there(ranks: Ranks, settings: dict[str, Any], folder: str) -> Any:
-    return run_there(ranks, settings, f"{folder}/{ranks.rank}")
+def run_in_folder_of_rank(ranks: Ranks, settings: dict[str, Any], folder: str) -> Any:
+    return run_on_rank(ranks, settings, f"{folder}/{ranks.rank}")
 
 
-def test_ranks_that_do_not_see_the_same_folder_are_told_so(tmp_path: Path) -> None:
-    outcomes = teams.outcomes(apart_there, 2, replace(SMALL, chains=2).to_json(), str(tmp_path))
+@pytest.mark.distributed
+def test_ranks_that_do_not_share_a_folder_are_refused(tmp_path: Path) -> None:
+    outcomes = try_on_ranks(run_in_folder_of_rank, 2, replace(SMALL, chains=2).to_json(), str(tmp_path))
     for outcome in outcomes:
         assert outcome.error == "ValueError"
-        assert "a run in the folder, which all ranks must see, is True there and False here" in outcome.message
+        assert "a run in the folder, which all ranks must see, is True on rank 0 and False on rank 1" in outcome.message
     assert not [*tmp_path.rglob("result.json")]
 
 
+@pytest.mark.distributed
 def test_gaussian_rows_shared_by_ranks_are_those_of_one_process() -> None:
     alone = gaussian.run(GAUSSIAN)
     expected = [[asdict(row) | {"seconds": 0} for row in alone.rows], [shares.tolist() for shares in alone.shares]]
-    assert teams.values(gaussian_there, 4) == [expected] * 4
+    assert run_on_ranks(gaussian_on_rank, 4) == [expected] * 4
 
 
 # ---- what ends a process
 
 
-def test_replicas_of_which_one_was_killed_go_on_as_if_it_had_not_been(tmp_path: Path) -> None:
+@pytest.mark.distributed
+def test_replicas_resume_after_one_was_killed(tmp_path: Path) -> None:
     settings = replace(SMALL, wire="bfp8/64").to_json()
-    teams.values(run_there, 2, settings, str(tmp_path / "whole"))
+    run_on_ranks(run_on_rank, 2, settings, str(tmp_path / "uninterrupted"))
     for dies, after in ((1, 9), (0, 15)):
-        outcomes = teams.outcomes(run_there, 2, settings, str(tmp_path / "run"), dies, after)
+        outcomes = try_on_ranks(run_on_rank, 2, settings, str(tmp_path / "run"), dies, after)
         assert outcomes[dies].error == "Died"
         assert outcomes[1 - dies].error == "MissingRankError", outcomes[1 - dies]
     assert len(SampleStore.open(tmp_path / "run")) > 0
-    teams.values(run_there, 2, settings, str(tmp_path / "run"))
-    assert kept(tmp_path / "run") == kept(tmp_path / "whole")
-
-
-@contextmanager
-def torchrun(*arguments: str, ranks: int, restarts: int = 0) -> Iterator[subprocess.Popen[str]]:
-    """``torchrun -m qlangevin``, ended with all it has started."""
-    options = [str(teams.free_port()), f"--nproc-per-node={ranks}", f"--max-restarts={restarts}", "-m", "qlangevin"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    process = subprocess.Popen(
-        [*TORCHRUN, *options, *arguments], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        start_new_session=True,
-    )  # fmt: skip
-    try:
-        yield process
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
+    run_on_ranks(run_on_rank, 2, settings, str(tmp_path / "run"))
+    assert stored_bytes(tmp_path / "run") == stored_bytes(tmp_path / "uninterrupted")
 
 
 def rank_process(rank: int, folder: Path) -> int | None:
-    """The process that is a rank of the job with this folder."""
-    for place in Path("/proc").glob("[0-9]*"):
+    """The id of the process that is this rank of the job with this folder."""
+    for process in Path("/proc").glob("[0-9]*"):
         try:
-            told = (place / "environ").read_bytes().split(b"\0"), (place / "cmdline").read_bytes()
+            variables, command = (process / "environ").read_bytes().split(b"\0"), (process / "cmdline").read_bytes()
         except OSError:
             continue  # it has ended
-        if f"RANK={rank}".encode() in told[0] and str(folder).encode() in told[1]:
-            return int(place.name)
+        if f"RANK={rank}".encode() in variables and str(folder).encode() in command:
+            return int(process.name)
     return None
 
 
-def until(condition: Callable[[], Any], process: subprocess.Popen[str], seconds: float = 60) -> Any:
+def wait_for(condition: Callable[[], Any], process: subprocess.Popen[str], seconds: float = 60) -> Any:
     end = time.monotonic() + seconds
     while not (found := condition()):
         assert process.poll() is None, process.communicate()[1]
@@ -217,6 +203,7 @@ def until(condition: Callable[[], Any], process: subprocess.Popen[str], seconds:
     return found
 
 
+@pytest.mark.distributed
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds the process of a rank in /proc")
 def test_torchrun_restarts_chains_of_which_one_was_killed(tmp_path: Path) -> None:
     long = replace(FOUR, epochs=80, samples=60, burn_in=0.1)
@@ -224,26 +211,26 @@ def test_torchrun_restarts_chains_of_which_one_was_killed(tmp_path: Path) -> Non
         "--format bfp8 --epochs 80 --batch 25 --lr 0.1 --temperature 1 --samples 60 --burn-in 0.1 --limit-train 190"
     )
     options += f" --limit-test 120 --hidden 12 --chains 4 --json --out {tmp_path / 'run'}"
-    with torchrun("run", "digits", *options.split(), ranks=4, restarts=1) as process:
-        until(
-            lambda: (tmp_path / "run/chain-2/samples/000003.safetensors").exists(), process
-        )  # the ones before are listed
-        victim = until(lambda: rank_process(2, tmp_path / "run"), process)
+    with start_torchrun("run", "digits", *options.split(), ranks=4, restarts=1) as process:
+        wait_for(
+            (tmp_path / "run/chain-2/samples/000003.safetensors").exists, process
+        )  # the manifest lists those before it
+        victim = wait_for(lambda: rank_process(2, tmp_path / "run"), process)
         os.kill(victim, signal.SIGKILL)
         survived = [SampleStore.open(tmp_path / f"run/chain-{i}") for i in (0, 1, 2, 3)]
         assert len(survived[2]) > 2
         assert all(sample.tensors for store in survived for sample in store)  # which checks every byte of them
         out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
-    assert str(victim) in err  # torchrun says who died
+    assert str(victim) in err  # torchrun names the process that died
     assert json.loads(out)["samples"] == 240
-    run_experiment(long, tmp_path / "whole")
-    assert kept(tmp_path / "run") == kept(tmp_path / "whole")
+    run_experiment(long, tmp_path / "uninterrupted")
+    assert stored_bytes(tmp_path / "run") == stored_bytes(tmp_path / "uninterrupted")
 
 
 def test_chains_side_by_side_of_which_one_fails(four: Path, tmp_path: Path) -> None:
-    """Two processes do four chains: two that were not begun, one that is done, and one whose store is damaged."""
-    folder, told = tmp_path / "run", list[float]()
+    """Two processes run four chains: two that were not begun, one that is done, and one whose store is damaged."""
+    folder, shares = tmp_path / "run", list[float]()
     shutil.copytree(four, folder)
     (folder / "result.json").unlink()
     shutil.rmtree(folder / "chain-1")
@@ -254,23 +241,24 @@ def test_chains_side_by_side_of_which_one_fails(four: Path, tmp_path: Path) -> N
     with pytest.raises(
         RuntimeError, match=r"^chain 3: DamagedError: .*; what is stored is safe, and the same command goes on$"
     ):
-        run_experiment(FOUR, folder, progress=lambda label, share: told.append(share), jobs=2)
+        run_experiment(FOUR, folder, progress=lambda label, share: shares.append(share), jobs=2)
     manifest.write_bytes(content)
-    assert kept(folder) == kept(four)
-    assert sum(told) < 1
+    assert stored_bytes(folder) == stored_bytes(four)
+    assert sum(shares) < 1
     assert run_experiment(FOUR, folder)["scores"] == run.read_result(four)["scores"]
 
 
 # ---- mistakes
 
 
+@pytest.mark.distributed
 def test_a_run_of_another_number_of_ranks_or_chains_is_refused(tmp_path: Path, four: Path) -> None:
     settings, folder = SMALL.to_json(), str(tmp_path / "run")
-    outcomes = teams.outcomes(run_there, 2, settings, folder, 1, 12)
+    outcomes = try_on_ranks(run_on_rank, 2, settings, folder, 1, 12)
     assert outcomes[1].error == "Died"
     with pytest.raises(ValueError, match="was begun with other settings: ranks is 2 there and 1 here"):
         run_experiment(SMALL, tmp_path / "run")
-    outcomes = teams.outcomes(run_there, 4, settings, folder)
+    outcomes = try_on_ranks(run_on_rank, 4, settings, folder)
     assert outcomes[0].error == "ValueError"
     assert "ranks is 2 there and 4 here" in outcomes[0].message
     assert all(outcome.error == "MissingRankError" for outcome in outcomes[1:])
@@ -278,20 +266,21 @@ def test_a_run_of_another_number_of_ranks_or_chains_is_refused(tmp_path: Path, f
         run_experiment(replace(FOUR, chains=2), four)
 
 
-def test_ranks_that_were_told_different_things_are_refused_before_anything_is_written(tmp_path: Path) -> None:
-    outcomes = teams.outcomes(odd_there, 2, SMALL.to_json(), str(tmp_path / "run"))
+@pytest.mark.distributed
+def test_ranks_with_different_settings_are_refused_before_anything_is_written(tmp_path: Path) -> None:
+    outcomes = try_on_ranks(run_with_settings_of_rank, 2, SMALL.to_json(), str(tmp_path / "run"))
     for outcome in outcomes:
         assert outcome.error == "ValueError"
-        assert (
-            "settings.format is 'bfp8' there and 'fixed8.4' here; settings.seed is 0 there and 1 here"
-            in outcome.message
+        assert outcome.message == (
+            "ranks disagree: settings.format is 'bfp8' on rank 0 and 'fixed8.4' on rank 1; "
+            "settings.seed is 0 on rank 0 and 1 on rank 1"
         )
     assert not (tmp_path / "run").exists()
 
 
-def odd_there(ranks: Ranks, settings: dict[str, Any], folder: str) -> Any:
+def run_with_settings_of_rank(ranks: Ranks, settings: dict[str, Any], folder: str) -> Any:
     other = {"seed": ranks.rank, "format": "bfp8" if ranks.first else "fixed8.4"}
-    return run_there(ranks, settings | other, folder)
+    return run_on_rank(ranks, settings | other, folder)
 
 
 @pytest.mark.parametrize(
@@ -319,7 +308,7 @@ def test_other_commands_are_for_one_process(
     assert capfd.readouterr().err == expected
 
 
-def test_a_rank_that_is_no_number_is_a_sentence(
+def test_a_rank_that_is_no_number_is_one_sentence(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     for name, value in {"RANK": "abc", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}.items():

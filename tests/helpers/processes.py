@@ -1,4 +1,4 @@
-"""Processes that tests start."""
+"""A child process that runs a function of a test and ends."""
 
 import os
 import signal
@@ -7,14 +7,14 @@ from collections.abc import Callable
 from typing import Any
 
 
-def fork(action: Callable[[], Any]) -> int:
-    """A process that does something and ends; SIGALRM ends it if it does not."""
+def fork(action: Callable[[], Any], seconds: int = 30) -> int:
+    """Run a function in a forked process and return the process's id; SIGALRM ends it after so many seconds."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # that forking and threads do not go well together
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python warns of forking a process that has threads
         child = os.fork()
     if child == 0:
         try:
-            signal.alarm(30)
+            signal.alarm(seconds)
             action()
             os._exit(0)
         finally:

@@ -1,4 +1,4 @@
-"""What the tests draw from: formats of every kind, and the names a user would try."""
+"""Hypothesis strategies and lists of formats of every kind."""
 
 from hypothesis import strategies as st
 
@@ -30,5 +30,5 @@ def _blocks() -> st.SearchStrategy[BlockFloat]:
 
 
 def formats() -> st.SearchStrategy[Format]:
-    """Any format there is."""
+    """Formats of every class, with any valid parameters."""
     return st.one_of(_fixed(), _blocks(), _floats(), st.sampled_from(HARDWARE))

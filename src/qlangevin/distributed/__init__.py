@@ -1,16 +1,15 @@
-"""Beyond one process, on `torch.distributed`: replicas that stay the same to the byte, chains that differ.
+"""Chains on several processes, on top of `torch.distributed`.
 
-`ranks` says who is there, `replicas` steps one chain on several ranks, `wire` adds up their gradients in 8 bits, `sharding`
-spreads packed weights over ranks, `costs` says on paper what all this takes. Chains differ by the ``stream`` of their sampler,
-and need nothing else.
+`ranks` lets processes meet and compare settings, `replicas` steps one chain on several ranks with equal bytes on all, `wire`
+averages their gradients in 8 bits, `shards` spreads packed weights over ranks. Chains that differ need nothing of this, only
+another ``stream`` for each sampler.
 """
 
 from __future__ import annotations
 
-from .gathering import gathered
 from .ranks import MissingRankError, Ranks, agree, gather, join, launched
 from .replicas import ReplicasDifferError, Watch, checksum, replicate
-from .shards import shard
+from .shards import gathered, shard
 from .wire import Wire
 
 __all__ = [

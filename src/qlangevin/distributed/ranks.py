@@ -1,7 +1,7 @@
-"""Which of how many processes this is, and whether all of them were told the same.
+"""Ranks: the processes of a job, how they meet, form groups and compare their settings.
 
-A rank is a process of a job that `torchrun`, or whatever sets the same variables, has started. What is said here between
-ranks is small and goes over the CPU. A rank that is missing is an error within seconds, on all the others.
+A rank is a process that `torchrun`, or another launcher that sets the same variables, has started. The messages sent here are
+small and go over the CPU. A rank that is missing is an error on all others within seconds.
 """
 
 from __future__ import annotations
@@ -23,24 +23,35 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from .._validate import check_integer, check_number, describe_differences
 
-__all__ = ["ALONE", "MissingRankError", "Ranks", "agree", "gather", "join", "launched", "lost", "same"]
+__all__ = [
+    "ALONE",
+    "MissingRankError",
+    "Ranks",
+    "agree",
+    "equal_on_all",
+    "gather",
+    "join",
+    "launched",
+    "report_missing_rank",
+]
 
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-GONE = ("Connection closed", "Connection reset", "Broken pipe", "imed out", "imeout", "remote worker")  # gloo's words
+# Parts of the messages with which gloo reports a lost connection.
+LOST_CONNECTION = ("Connection closed", "Connection reset", "Broken pipe", "imed out", "imeout", "remote worker")
 PATIENCE = 30.0  # seconds for all ranks to come: they have to import PyTorch
-# Where this process met the others, and how often: who joins again must not read what was left there the last time.
+# Address -> (store, times this process has joined there). Each time has keys of its own, so that no rank reads those of the last.
 _stores: dict[tuple[str, ...], tuple[Any, int]] = {}
 
 
 class MissingRankError(ConnectionError):
-    """A rank did not come, or is gone."""
+    """A rank did not come, or has ended."""
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among those that work together: ``rank`` of ``size``, in a group of theirs.
+    """This process among those that work together: ``rank`` of ``size``, in the process group ``group``; alone, it is None.
 
-    Alone, there is no group. ``part`` is which of several such groups it is, ``timeout`` how many seconds one may be late.
+    ``part`` is the index of the group among those that `split` made, ``timeout`` the seconds a rank may be late.
     """
 
     rank: int = 0
@@ -50,20 +61,20 @@ class Ranks:
     timeout: float = 1800.0
 
     def patient(self, timeout: float = 7 * 86400.0) -> Ranks:
-        """The same ranks, which wait long for those with more to do. All of them must call this, and about at the same time."""
+        """Return the same ranks with a longer timeout. All of them must call this, at about the same time."""
         if self.group is None:
             return self
-        members, late = dist.get_process_group_ranks(self.group), timedelta(seconds=timeout)
-        group = dist.new_group(members, late, backend="gloo", use_local_synchronization=True)
+        members, limit = dist.get_process_group_ranks(self.group), timedelta(seconds=timeout)
+        group = dist.new_group(members, limit, backend="gloo", use_local_synchronization=True)
         return Ranks(self.rank, self.size, group, self.part, timeout)
 
     @property
     def first(self) -> bool:
-        """Whether this is the rank that writes files and speaks for all."""
+        """True on the rank that writes files and reports for all."""
         return self.rank == 0
 
     def split(self, parts: int) -> Ranks:
-        """Groups of equal size, as many as there are parts, of neighbouring ranks. All of these ranks must call this."""
+        """Return this rank's group after a division into equal parts of neighbouring ranks. All ranks must call this."""
         if self.size % check_integer("parts", parts, 1):
             raise ValueError(f"{self.size} ranks cannot be split into {parts} groups of equal size")
         if parts == 1 or self.group is None:
@@ -72,14 +83,14 @@ class Ranks:
         members = dist.get_process_group_ranks(self.group)
         part = self.rank // size
         mine = members[part * size : (part + 1) * size]
-        late = timedelta(seconds=self.timeout)
-        group = dist.new_group(mine, late, use_local_synchronization=True)  # ranks outside of it know nothing of it
+        limit = timedelta(seconds=self.timeout)
+        group = dist.new_group(mine, limit, use_local_synchronization=True)  # without the ranks of other parts
         return Ranks(self.rank % size, size, group, part, self.timeout)
 
     def wait(self) -> None:
-        """Until all of them are here; if one is gone, that is an error at once."""
+        """Block until all ranks have called this; raise MissingRankError at once if one has ended."""
         if self.group is not None:
-            with lost("while the ranks waited for one another"):
+            with report_missing_rank("while the ranks waited for one another"):
                 dist.barrier(self.group)
 
 
@@ -87,20 +98,20 @@ ALONE = Ranks()
 
 
 def launched() -> bool:
-    """Whether `torchrun`, or something like it, has started this process."""
+    """Return True if `torchrun`, or a launcher like it, has started this process."""
     return all(os.environ.get(name) for name in VARIABLES[:2])
 
 
 @contextmanager
 def join(backend: str | None = None, *, patience: float = PATIENCE, timeout: float = 1800.0) -> Iterator[Ranks]:
-    """Work with the other ranks of this job; alone if there is none. At the end the process group is left.
+    """Join the process group of this job and leave it at the end; outside of a job, yield a rank that is alone.
 
-    A process group that is there already is taken as it is, and stays.
+    A process group that the caller has initialized is used as it is, and is not left.
 
     Args:
         backend: as for `torch.distributed.init_process_group`; by default gloo for CPU and, where there are GPUs, NCCL too.
         patience: seconds until all ranks must have come.
-        timeout: seconds a rank may be late for the others later on, when it writes a sample, say. That a process is gone is
+        timeout: seconds a rank may be late afterwards, while it writes a sample, for example. A process that has ended is
             noticed at once.
     """
     patience = check_number("patience", patience)
@@ -109,21 +120,21 @@ def join(backend: str | None = None, *, patience: float = PATIENCE, timeout: flo
     if own and not launched():
         yield ALONE
         return
-    rank, size = _place() if own else (dist.get_rank(), dist.get_world_size())
+    rank, size = _read_variables() if own else (dist.get_rank(), dist.get_world_size())
     if own:
         _meet(backend, rank, size, patience, timeout)
-    everybody = Ranks(rank, size, dist.group.WORLD, timeout=timeout)
+    ranks = Ranks(rank, size, dist.group.WORLD, timeout=timeout)
     try:
-        with lost("while the ranks worked together"):
-            yield everybody
-        everybody.wait()  # who leaves first would take the others' connections away
+        with report_missing_rank("while the ranks worked together"):
+            yield ranks
+        ranks.wait()  # a rank that leaves closes the connections of the others
     finally:
         if own and dist.is_initialized():
             dist.destroy_process_group()
 
 
-def _place() -> tuple[int, int]:
-    """RANK and WORLD_SIZE, checked with what else a rank is told."""
+def _read_variables() -> tuple[int, int]:
+    """Return RANK and WORLD_SIZE; raise ValueError if a variable of the launcher is missing or invalid."""
     if missing := [name for name in VARIABLES if not os.environ.get(name)]:
         raise ValueError(f"{', '.join(missing)} not set; start the ranks with torchrun, which sets it")
     values = {name: os.environ[name] for name in VARIABLES if name != "MASTER_ADDR"}
@@ -138,18 +149,19 @@ def _place() -> tuple[int, int]:
 
 
 def _meet(backend: str | None, rank: int, size: int, patience: float, timeout: float) -> None:
+    """Initialize the process group once all ranks have come."""
     where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     backend = backend or ("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
-    told = tuple(os.environ[name] for name in VARIABLES)
+    address = tuple(os.environ[name] for name in VARIABLES)
     try:
-        if told not in _stores:
-            _stores[told] = _store(rank, size, patience), 0
-        store, times = _stores[told]
-        here = PrefixStore(f"qlangevin/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}/{times}", store)
-        here.set(f"rank {rank}", "here")
-        _await(here, size, patience)
-        dist.init_process_group(backend, store=here, rank=rank, world_size=size, timeout=timedelta(seconds=timeout))
-        _stores[told] = store, times + 1
+        if address not in _stores:
+            _stores[address] = _connect_store(rank, size, patience), 0
+        store, times = _stores[address]
+        keys = PrefixStore(f"qlangevin/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}/{times}", store)
+        keys.set(f"rank {rank}", "here")
+        _await_ranks(keys, size, patience)
+        dist.init_process_group(backend, store=keys, rank=rank, world_size=size, timeout=timedelta(seconds=timeout))
+        _stores[address] = store, times + 1
     except MissingRankError:
         raise
     except (RuntimeError, ValueError) as error:  # torch's own, DistStoreError and DistNetworkError, are RuntimeErrors
@@ -160,21 +172,24 @@ def _meet(backend: str | None, rank: int, size: int, patience: float, timeout: f
         ) from None
 
 
-def _store(rank: int, size: int, patience: float) -> Any:
-    """Where ranks meet. Rank 0 has it, unless torchrun does. Torch's own would not say who is missing."""
+def _connect_store(rank: int, size: int, patience: float) -> Any:
+    """Connect to the store where ranks meet, which rank 0 serves unless torchrun does.
+
+    `init_process_group` would make one by itself, but could not name the ranks that are missing.
+    """
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    has = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    wait = timedelta(seconds=patience)
-    return TCPStore(host, port, size, has, wait, wait_for_workers=False, multi_tenant=True)
+    serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    limit = timedelta(seconds=patience)
+    return TCPStore(host, port, size, serves, limit, wait_for_workers=False, multi_tenant=True)
 
 
-def _await(store: Any, size: int, patience: float) -> None:
-    """Know who is missing."""
+def _await_ranks(store: Any, size: int, patience: float) -> None:
+    """Wait until all ranks have set their key; raise MissingRankError with the names of those that have not."""
     missing, end = list(range(size)), monotonic() + patience
     while True:
         try:
             missing = [rank for rank in missing if not store.check([f"rank {rank}"])]
-        except RuntimeError:  # whoever has the store gave up
+        except RuntimeError:  # the rank that serves the store has given up
             end = 0.0
         if not missing:
             return
@@ -186,35 +201,36 @@ def _await(store: Any, size: int, patience: float) -> None:
 
 
 @contextmanager
-def lost(when: str) -> Iterator[None]:
-    """What torch says when a rank is gone, in a sentence."""
+def report_missing_rank(when: str) -> Iterator[None]:
+    """Raise MissingRankError in place of torch's errors about lost connections."""
     try:
         yield
     except RuntimeError as error:
-        gloo = "gloo" in str(error) and any(word in str(error) for word in GONE)  # it says in which of its files
+        # A message of gloo's names one of gloo's source files.
+        gloo = "gloo" in str(error) and any(words in str(error) for words in LOST_CONNECTION)
         if not gloo and not isinstance(error, dist.DistError):
             raise
         raise MissingRankError(f"another rank is gone, or too late, {when}; what was stored before is safe") from error
 
 
 def _tensor(values: Any, dtype: torch.dtype, group: Any) -> Tensor:
-    """A tensor where the group can take it: on the CPU unless it has GPUs only."""
+    """Return a tensor on a device that the group can send from: the CPU unless it has GPUs only."""
     device = "cpu" if "cpu:" in str(dist.get_backend_config(group)) else "cuda"
     return torch.as_tensor(values, dtype=dtype).to(device)
 
 
-def same(values: Tensor, group: Any) -> Tensor:
-    """Which of these int64 numbers are the same on all ranks: one small exchange."""
-    both = _tensor(torch.stack((values, ~values)), torch.int64, group)  # ~v = -v - 1, which every number has
-    with lost("when the ranks were compared"):
+def equal_on_all(values: Tensor, group: Any) -> Tensor:
+    """Return, for each of these int64 numbers, whether it is equal on all ranks: max v = min v, by one small all-reduce."""
+    both = _tensor(torch.stack((values, ~values)), torch.int64, group)  # min v = ~max ~v; -v would overflow for -2^63
+    with report_missing_rank("when the ranks were compared"):
         dist.all_reduce(both, dist.ReduceOp.MAX, group=group)
     return (both[0] == ~both[1]).cpu()
 
 
-def gather(found: Any, group: Any) -> list[Any]:
-    """What each rank found, anything JSON can hold; on all ranks, in their order."""
-    mine = json.dumps(found).encode()
-    with lost("when the ranks told one another what they have"):
+def gather(value: Any, group: Any) -> list[Any]:
+    """Return the values of all ranks, in their order, on all of them; a value is of the types JSON has."""
+    mine = json.dumps(value).encode()
+    with report_missing_rank("when the ranks exchanged values"):
         longest = _tensor([len(mine)], torch.int64, group)
         dist.all_reduce(longest, dist.ReduceOp.MAX, group=group)
         padded = _tensor(list(mine.ljust(int(longest))), torch.uint8, group)
@@ -223,16 +239,14 @@ def gather(found: Any, group: Any) -> list[Any]:
     return [json.loads(bytes(text.tolist())) for text in texts]
 
 
-def agree(facts: Mapping[str, Any], group: Any) -> None:
-    """Refuse, on all ranks alike, to go on if they were told different things: which, and on which ranks."""
-    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).digest()
+def agree(settings: Mapping[str, Any], group: Any) -> None:
+    """Raise ValueError on all ranks if these settings are not equal on all of them: name each with its values and ranks."""
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).digest()
     values = torch.tensor([int.from_bytes(digest[i : i + 7], "little") for i in (0, 7, 14, 21)])
-    if bool(same(values, group).all()):
+    if bool(equal_on_all(values, group).all()):
         return
-    told = gather(facts, group)
-    rank = next(rank for rank, other in enumerate(told) if other != told[0])
-    odd = describe_differences(told[0], told[rank])
-    more = f"; and {len(odd) - 5} more" if len(odd) > 5 else ""
-    raise ValueError(
-        f"the ranks were told different things (there: rank 0, here: rank {rank}): {'; '.join(odd[:5])}{more}"
-    )
+    first, *others = gather(settings, group)
+    rank, other = next((rank, other) for rank, other in enumerate(others, 1) if other != first)
+    differences = describe_differences(first, other, sides=("on rank 0", f"on rank {rank}"))
+    more = f"; and {len(differences) - 5} more" if len(differences) > 5 else ""
+    raise ValueError(f"ranks disagree: {'; '.join(differences[:5])}{more}")

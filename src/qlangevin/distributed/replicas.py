@@ -1,7 +1,7 @@
-"""Replicas: the same chain on several ranks, each with its part of every batch.
+"""Replicas: one chain on several ranks, each with its part of every batch.
 
-Noise and rounding are functions of (seed, stream, step, index), and gradients are the same on all ranks after they were added up.
-So weights stay the same to the byte and nobody has to send them. That they did is checked by a checksum, now and then.
+Noise and rounding are functions of (seed, stream, step, index), and averaged gradients are equal on all ranks. So the weights
+stay equal to the byte, and no rank sends them. `Watch` compares checksums of them every so many steps.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from ..quantization.qtensor import QTensor
 from ..sampling.sgld import SGLD
 from ..storage import model_tensors
 from ..storage.manifest import count_steps, provenance
-from .ranks import agree, gather, lost, same
+from .ranks import agree, equal_on_all, gather, report_missing_rank
 from .wire import Wire
 
 __all__ = ["ReplicasDifferError", "Watch", "checksum", "replicate"]
 
 T = TypeVar("T")
 
-WORDS = 1 << 18  # that a checksum takes at a time: what it needs for itself stays small
+WORDS = 1 << 18  # int64 words of a checksum's chunk: bounds its temporary memory
 
 
 class ReplicasDifferError(RuntimeError):
-    """Weights that should be the same on all ranks are not."""
+    """Weights that should be equal on all ranks are not."""
 
 
 def replicate(
@@ -44,16 +44,16 @@ def replicate(
     group: Any = None,
     **options: Any,
 ) -> DistributedDataParallel:
-    """A DistributedDataParallel model whose replicas step alike; call it in the place of the model.
+    """Return a DistributedDataParallel model whose replicas step alike, to be called in place of the model.
 
-    The ranks must have been told the same: other settings of the sampler, formats, layers or steps are an error on all of
-    them. Weights, buffers and accumulators are those of rank 0. Activations are rounded with other bits on each rank.
+    The settings of the ranks must be equal: a difference in the sampler's settings, formats, layers or steps is an error on all
+    of them. Weights, buffers and accumulators are those of rank 0. Activations are rounded with other bits on each rank.
 
     Args:
-        model: lowered or not; with float parameters, since DDP knows no others. `pack` is for one rank, or for shards.
+        model: lowered or not; with float parameters, since DDP takes no others. `pack` is for one rank, or for shards.
         sampler: of its parameters.
         wire: format of the gradients between ranks, such as ``"bfp8/64"``: Q_G, which the sampler must then not apply again.
-            ``"fp32"`` adds up in a fixed order; None leaves all to torch's all-reduce, whose order of summation may change.
+            ``"fp32"`` adds up in a fixed order; None uses torch's all-reduce, whose order of summation may change.
         every: steps from one comparison of the weights to the next; 0 for none.
         group: the ranks; all by default.
         options: of DistributedDataParallel.
@@ -63,23 +63,23 @@ def replicate(
             "there are no ranks for replicas; call this inside of join(), in processes torchrun has started"
         )
     inner, group = model_tensors.unwrap(model), group or dist.group.WORLD
-    carrier, watch = _together(lambda: _prepared(inner, sampler, wire, every, group), group)
+    hook, watch = _raise_on_all(lambda: _prepare(inner, sampler, wire, every, group), group)
     plain = {n: v for n, v in options.items() if isinstance(v, (bool, float, int)) and n != "output_device"}
-    agree({"every": watch.every, "options": plain, **_facts(inner, sampler, carrier)}, group)
+    agree({"every": watch.every, "options": plain, **_settings(inner, sampler, hook)}, group)
     lowering.set_replica(inner, dist.get_rank(group))
     setattr(inner, model_tensors.RANKS, dist.get_world_size(group))
-    with lost("when the first weights were sent"):
+    with report_missing_rank("when the first weights were sent"):
         replicated = DistributedDataParallel(model, process_group=group, **options)
         _send_accumulators(sampler, group)
-    if carrier is not None:
-        replicated.register_comm_hook(None, carrier.hook)
+    if hook is not None:
+        replicated.register_comm_hook(None, hook.hook)
     watch.check()
     sampler.register_step_post_hook(watch)
     return replicated
 
 
-def _together(action: Callable[[], T], group: Any) -> T:
-    """What refuses on one rank refuses on all: nobody waits for a rank that has gone away with an error."""
+def _raise_on_all(action: Callable[[], T], group: Any) -> T:
+    """Return the action's result; an error on one rank is an error on all, so that no rank waits for one that has left."""
     refused: Exception | None = None
     try:
         result = action()
@@ -91,17 +91,19 @@ def _together(action: Callable[[], T], group: Any) -> T:
     return result
 
 
-def _prepared(
+def _prepare(
     model: nn.Module, sampler: SGLD, wire: str | Format | Wire | None, every: int, group: Any
 ) -> tuple[Wire | None, Watch]:
-    _check(model, sampler)
-    carrier = Wire(sampler, wire, group) if isinstance(wire, (str, Format)) else wire
-    if carrier is not None and carrier.format != FP32 and any(g["gradients"] for g in sampler.param_groups):
+    """Check the arguments of `replicate`; return the communication hook, if there is one, and the watch."""
+    _check_parameters(model, sampler)
+    hook = Wire(sampler, wire, group) if isinstance(wire, (str, Format)) else wire
+    if hook is not None and hook.format != FP32 and any(g["gradients"] for g in sampler.param_groups):
         raise ValueError("gradients are rounded on the wire already; make the sampler with gradients=None")
-    return carrier, Watch(model, sampler, every, group)
+    return hook, Watch(model, sampler, every, group)
 
 
-def _check(model: nn.Module, sampler: SGLD) -> None:
+def _check_parameters(model: nn.Module, sampler: SGLD) -> None:
+    """Raise ValueError for a model that DDP cannot replicate, or parameters that the sampler does not step after backward."""
     stepped = {id(p) for g in sampler.param_groups for p in g["params"]}
     for name, p in model.named_parameters():
         if isinstance(p, QTensor):
@@ -112,11 +114,11 @@ def _check(model: nn.Module, sampler: SGLD) -> None:
         raise ValueError("step_in_backward would step before the gradients of all ranks are added up; leave it out")
 
 
-def _facts(model: nn.Module, sampler: SGLD, wire: Wire | None) -> dict[str, Any]:
-    """What must be the same on all ranks."""
+def _settings(model: nn.Module, sampler: SGLD, wire: Wire | None) -> dict[str, Any]:
+    """Return, as JSON, everything that must be equal on all ranks."""
     return {
         **provenance(sampler, None),
-        "rates": [float(g["lr"]) for g in sampler.param_groups],  # as a schedule has them now
+        "rates": [float(g["lr"]) for g in sampler.param_groups],  # as set by a schedule
         "steps": count_steps(sampler),
         "layers": lowering.settings(model),
         "counts": lowering.state_dict(model),
@@ -129,7 +131,7 @@ def _facts(model: nn.Module, sampler: SGLD, wire: Wire | None) -> dict[str, Any]
 
 
 def _send_accumulators(sampler: SGLD, group: Any) -> None:
-    """DDP sends the weights of rank 0 to all; what stands behind them has to follow."""
+    """Send the accumulators of rank 0 to all ranks, as DDP does with the weights."""
     for p, state in sampler.state.items():
         if "accumulator" in state:
             dist.broadcast(state["accumulator"], dist.get_global_rank(group, 0), group=group)
@@ -137,9 +139,9 @@ def _send_accumulators(sampler: SGLD, group: Any) -> None:
 
 
 class Watch:
-    """Compares the weights of all ranks every so many steps; a hook after the sampler's step.
+    """Compares the weights of all ranks every so many steps; a post-hook of the sampler's step.
 
-    A difference is a `ReplicasDifferError` on all ranks, with the parameter's name. What is exchanged is 16 bytes for each
+    A difference is a `ReplicasDifferError` on all ranks, with the parameter's name. Ranks exchange 16 bytes for each
     parameter and accumulator.
     """
 
@@ -155,20 +157,20 @@ class Watch:
     def check(self) -> None:
         """Compare now. All ranks must call this."""
         group = self.group or dist.group.WORLD
-        names, tensors = zip(*self._watched(), strict=True)
+        names, tensors = zip(*self._tensors(), strict=True)
         sums = torch.tensor([checksum(t) for t in tensors])
-        alike = same(sums, group)
-        if bool(alike.all()):
+        equal = equal_on_all(sums, group)
+        if bool(equal.all()):
             return
-        i = int(alike.logical_not().nonzero()[0])
-        found = gather(int(sums[i]), group)
-        odd = [str(rank) for rank, other in enumerate(found) if other != found[0]]
+        i = int(equal.logical_not().nonzero()[0])
+        first, *others = gather(int(sums[i]), group)
+        odd = [str(rank) for rank, other in enumerate(others, 1) if other != first]
         raise ReplicasDifferError(
             f"after {count_steps(self.sampler)} steps {names[i]} is not the same on all ranks: rank{'s' * (len(odd) > 1)} "
             f"{', '.join(odd)} and rank 0 differ; was it changed by hand, or are the machines not alike?"
         )
 
-    def _watched(self) -> Iterator[tuple[str, Tensor]]:
+    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
         for name, p in self.model.named_parameters():
             yield f"parameter {name!r}", p.detach()
             if "accumulator" in self.sampler.state.get(p, {}):
@@ -177,9 +179,9 @@ class Watch:
 
 @torch.no_grad()
 def checksum(t: Tensor) -> int:
-    """64 bits that tell tensors apart: a sum over words of a function of word and place that is one to one in the word.
+    """Return a 64-bit checksum: the sum over words of f(word, position), where f is one-to-one in the word.
 
-    One changed word always changes it, others go unnoticed once in 2^64 times. It is computed where the tensor is.
+    One changed word always changes it; other changes go unnoticed once in 2^64 times. It is computed on the tensor's device.
     """
     parts = [t] if not isinstance(t, QTensor) else [t.codes, *([] if t.exponents is None else [t.exponents])]
     total = torch.zeros((), dtype=torch.int64, device=t.device)
@@ -187,14 +189,16 @@ def checksum(t: Tensor) -> int:
         bytes_ = part.contiguous().view(-1).view(torch.uint8)
         for i, piece in enumerate(bytes_.split(8 * WORDS)):
             words = _words(piece)
-            place = torch.arange(i * WORDS, i * WORDS + words.numel(), device=t.device)
-            mixed = (words ^ place * 0x9E3779B97F4A7C1) * 0x2545F4914F6CDD1D
-            total = total * 0x5851F42D4C957F2D + (mixed ^ mixed >> 31 & 2**33 - 1).sum()  # no copies of the sign
+            positions = torch.arange(i * WORDS, i * WORDS + words.numel(), device=t.device)
+            mixed = (words ^ positions * 0x9E3779B97F4A7C1) * 0x2545F4914F6CDD1D
+            total = (
+                total * 0x5851F42D4C957F2D + (mixed ^ mixed >> 31 & 2**33 - 1).sum()
+            )  # a shift without copies of the sign
     return int(total)
 
 
 def _words(bytes_: Tensor) -> Tensor:
-    """Bytes as int64; copied only where they do not begin or end with a word."""
+    """Return bytes as int64 words; a copy only where they do not begin or end at a word."""
     missing = -bytes_.numel() % 8
     if missing or bytes_.data_ptr() % 8 or bytes_.storage_offset() % 8:
         bytes_ = torch.nn.functional.pad(bytes_, (0, missing)) if missing else bytes_.clone()

@@ -1,22 +1,22 @@
-"""Gradients between ranks: the mean over all of them, in 8 bits on the wire, as a communication hook of DDP.
+"""The mean of gradients over ranks, sent in 8 bits: a communication hook for DistributedDataParallel.
 
-A gradient is cut into as many shards as there are ranks; rank s owns shard s. With g_r the gradient of rank r,
+A gradient is cut into as many shards as there are ranks R; rank s owns shard s. With g_r the gradient of rank r, two exchanges:
 
-    each r -> s    Q(g_r) of shard s                 codes, and an exponent for each group of elements
-    s -> everyone  Q_G(1/R Σ_r Q(g_r)) of shard s    so that all ranks get the same bytes
+    each rank r -> owner s    Q(g_r) of shard s                   codes, and an exponent for each block of elements
+    owner s -> each rank      Q_G(1/R Σ_r Q(g_r)) of shard s      so that all ranks get equal bytes
 
-Q is stochastic rounding, with bits of its own for each rank, parameter and step: unbiased, and so is the mean. What arrives is on
-the grid, it is the gradient that Algorithm 1 rounds by Q_G: the sampler rounds it no more. A rank sends 2 (R-1)/R codes for each
-weight, as an all-reduce sends floats.
+Q is stochastic rounding, with random bits of its own for each rank, parameter and step: it is unbiased, and so is the mean. The
+mean is on the grid: it is the gradient that Algorithm 1 rounds by Q_G, and the sampler does not round it again. A rank sends
+2 (R-1)/R codes for each weight, as many as an all-reduce sends floats.
 
-The sum is taken in the order of the ranks, and bits belong to parameters, not to DDP's buckets, which are arranged anew after the
-first step: a run that goes on is the run that was not interrupted, to the byte. ``"fp32"`` is the same in float32,
-which rounds only gradients that have more bits.
+The sum is taken in the order of the ranks, and random bits belong to parameters, not to DDP's buckets, which DDP rearranges after
+the first step: a resumed run equals an uninterrupted one bit for bit. ``"fp32"`` is the same exchange in float32, which rounds
+only gradients that have more bits.
 """
 
 from dataclasses import dataclass
 from functools import reduce
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -30,16 +30,16 @@ from ..quantization.codes import decode_values, empty_codes, encode_op
 from ..quantization.formats import FP32, Format, parse
 from ..sampling.checks import first_not_finite
 from ..sampling.step import parameter_key
-from .ranks import lost
+from .ranks import report_missing_rank
 
-__all__ = ["Wire", "check_carried"]
+__all__ = ["Wire", "parse_wire_format"]
 
-# Where streams derived from a parameter's begin; those of the ranks that send are counted from 1.
-OWNERS, PASSES = 1 << 32, 2 << 32  # of those who add up, of further passes
+# A parameter's key is folded with these numbers: 1 + rank for gradients, others for means and for further backwards in a step.
+MEANS, FURTHER_BACKWARDS = 1 << 32, 2 << 32
 
 
-def check_carried(format: str | Format) -> Format:
-    """The format, if gradients can travel in it: one that can be cut anywhere between groups."""
+def parse_wire_format(format: str | Format) -> Format:
+    """Return the format if gradients can be sent in it: block floating point in blocks of a given size, or float32."""
     parsed = parse(format)
     if parsed != FP32 and not (parsed.has_exponents and parsed.group_size):
         raise ValueError(
@@ -49,175 +49,211 @@ def check_carried(format: str | Format) -> Format:
 
 
 class Wire:
-    """Adds up gradients: ``model.register_comm_hook(None, wire.hook)`` on a DistributedDataParallel; `replicate` does so.
+    """Averages gradients over ranks: ``model.register_comm_hook(None, wire.hook)`` on DDP; `replicate` does so.
 
     Args:
-        sampler: steps the parameters whose gradients these are; random bits follow from its seed, stream and steps.
-        format: block floating point with groups of a given size, such as ``"bfp8/64"``, or ``"fp32"``.
+        sampler: steps the parameters that the gradients belong to; its seed, stream and steps determine the random bits.
+        format: block floating point in blocks of a given size, such as ``"bfp8/64"``, or ``"fp32"``.
         group: the ranks; all by default.
     """
 
     def __init__(self, sampler: Optimizer, format: str | Format = "bfp8/64", group: Any = None) -> None:
-        self.format, self.group, self.sampler = check_carried(format), group, sampler
+        self.format, self.group, self.sampler = parse_wire_format(format), group, sampler
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self.block = cast(int, self.format.group_size)  # elements
         self.sent = 0  # bytes this rank has sent to others
         self._pending: list[_Bucket] = []
-        self._passes: dict[Tensor, tuple[int, int]] = {}
+        self._backwards: dict[Tensor, tuple[int, int]] = {}  # parameter -> (step, backwards of this step so far)
         self._groups = {p: i for i, g in enumerate(sampler.param_groups) for p in g["params"]}
 
-    # Torch looks at the annotations of a hook: in this file they are evaluated.
+    # Torch reads the annotations of a hook, so this file must not postpone their evaluation.
     def hook(self, state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        """Send what is ready; add up when everything has been sent, so that backward goes on meanwhile."""
-        with lost("while gradients were added up"):
+        """Send a bucket's gradients; average when the last bucket has been sent, so that backward computes meanwhile."""
+        with report_missing_rank("while gradients were added up"):
             new = _Bucket(self, bucket)
             self._pending.append(new)
             if bucket.is_last():
                 pending, self._pending = self._pending, []
                 for one in pending:
-                    one.reduce()
+                    one.send_means()
                 for one in pending:
-                    one.finish()
+                    one.receive_means()
         return new.result
 
-    # ---- one gradient to bytes and back
+    def next_key(self, p: Tensor) -> random.Key:
+        """Return the random bits of a parameter's gradient in the coming step; each further backward before it has its own."""
+        state, group = self.sampler.state[p], self.sampler.param_groups[self._groups[p]]
+        step, backwards = self._backwards.get(p, (-1, 0))
+        backwards = backwards + 1 if step == state["step"] else 0
+        self._backwards[p] = state["step"], backwards
+        key = parameter_key(group["seed"], group["stream"], state["index"], state["step"] + 1)
+        return key.fold(FURTHER_BACKWARDS + backwards) if backwards else key
 
-    def blocks(self, count: int) -> int:
-        """How many groups of elements there are: what can be cut apart."""
-        return -(-count // cast(int, self.format.group_size))
+    # ---- one gradient
 
-    def shard(self, count: int, owner: int) -> slice:
-        """Which elements of a gradient are one rank's to add up: whole groups."""
-        group, blocks = cast(int, self.format.group_size), self.blocks(count)
-        ends = (min((owner + i) * blocks // self.size * group, count) for i in range(2))
+    @property
+    def code_bytes(self) -> int:
+        return max(self.format.storage_bits, 8) // 8
+
+    def count_blocks(self, elements: int) -> int:
+        """Return the number of blocks of a flat gradient, which can be cut between any two of them."""
+        return -(-elements // self.block)
+
+    def shard(self, elements: int, owner: int) -> slice:
+        """Return the elements of a flat gradient that a rank owns: blocks are not cut."""
+        blocks = self.count_blocks(elements)
+        ends = (min((owner + i) * blocks // self.size * self.block, elements) for i in range(2))
         return slice(*ends)
 
-    def key(self, p: Tensor) -> random.Key:
-        """The random bits of one parameter in the step to come; others for each further backward before it."""
-        state, group = self.sampler.state[p], self.sampler.param_groups[self._groups[p]]
-        step, passes = self._passes.get(p, (-1, 0))
-        passes = passes + 1 if step == state["step"] else 0
-        self._passes[p] = state["step"], passes
-        key = parameter_key(group["seed"], group["stream"], state["index"], state["step"] + 1)
-        return key.fold(PASSES + passes) if passes else key
-
-    def rounded(self, g: Tensor, key: random.Key) -> tuple[Tensor, Tensor]:
-        """(codes, exponents) of a flat gradient, as bytes; the gradient itself may be overwritten, nobody needs it any more."""
+    def encode(self, g: Tensor, key: random.Key) -> "_Coded":
+        """Round a flat gradient to codes and exponents, as bytes. The gradient may be overwritten."""
         if self.format == FP32:
-            return g.view(torch.uint8), g.new_empty(0, dtype=torch.uint8)
+            return _Coded(g.view(torch.uint8), g.new_empty(0, dtype=torch.uint8), True)
+        finite = first_not_finite([g]) < 0
+        if not finite:
+            g = torch.zeros_like(g)
         if native.enabled_for(g):  # one pass instead of three
             codes, exponents = empty_codes(g, self.format)
             native.quantize_with_codes(g, self.format, "stochastic", key, random.GRADIENT, (codes, exponents))
         else:
             q = operators.quantize_op(g, str(self.format), "stochastic", *operators.key_bits(key), random.GRADIENT)
             codes, exponents = encode_op(q, str(self.format))
-        return codes.view(torch.uint8), exponents.view(torch.uint8)
+        return _Coded(codes.view(torch.uint8), exponents.view(torch.uint8), finite)
 
-    def values(self, codes: Tensor, exponents: Tensor) -> Tensor:
-        """A flat gradient from its bytes."""
+    def decode(self, codes: Tensor, exponents: Tensor) -> Tensor:
+        """Return a flat gradient from its bytes."""
         if self.format == FP32:
             return codes.clone().view(torch.float32)
-        codes = codes.clone().view(self.format.code_dtype)  # a copy begins where a number may
+        codes = codes.clone().view(self.format.code_dtype)  # views of wider numbers need an aligned copy
         return decode_values(codes, exponents.view(torch.int8), self.format)
 
-    @property
-    def width(self) -> int:
-        """Bytes of a code."""
-        return max(self.format.storage_bits, 8) // 8
+    def exchange(self, out: Tensor, out_sizes: list[int], in_sizes: list[int]) -> "_Exchange":
+        """Begin to send each rank its part of these bytes, and to receive a part of given size from each."""
+        self.sent += sum(size for rank, size in enumerate(out_sizes) if rank != self.rank)
+        received = out.new_empty(sum(in_sizes))
+        work = dist.all_to_all_single(received, out, in_sizes, out_sizes, group=self.group, async_op=True)
+        return _Exchange(received, in_sizes, work)
+
+
+class _Coded(NamedTuple):
+    """A rounded gradient. If it held an infinity or a NaN it is not ``finite``, and its codes are those of zeros."""
+
+    codes: Tensor
+    exponents: Tensor
+    finite: bool
+
+
+class _Part(NamedTuple):
+    """Views of the bytes in a message that belong to one gradient. In fp32 there are neither exponents nor a flag."""
+
+    codes: Tensor
+    exponents: Tensor
+    finite: Tensor  # one byte: 0 if a rank's gradient held an infinity or a NaN
+
+    def fill(self, codes: Tensor, exponents: Tensor, finite: bool) -> None:
+        self.codes.copy_(codes)
+        self.exponents.copy_(exponents)
+        self.finite.fill_(finite)
 
 
 @dataclass(frozen=True)
-class _Message:
-    """What one rank has to say about a shard of each gradient in a bucket: codes, exponents, and whether they are numbers."""
+class _Layout:
+    """The bytes of a message with one owner's shards of the gradients in a bucket: all codes, all exponents, all flags."""
 
     wire: Wire
-    counts: list[int]  # elements of the shards
+    shards: list[slice]
+
+    @property
+    def sizes(self) -> list[int]:
+        wire, counts = self.wire, [s.stop - s.start for s in self.shards]
+        low = wire.format != FP32
+        codes = [n * wire.code_bytes for n in counts]
+        exponents = [wire.count_blocks(n) if low else 0 for n in counts]
+        return codes + exponents + [int(low)] * len(counts)
 
     @property
     def nbytes(self) -> int:
-        with_exponents = self.wire.format != FP32
-        return sum(n * self.wire.width + (self.wire.blocks(n) + 1 if with_exponents else 0) for n in self.counts)
+        return sum(self.sizes)
 
-    def parts(self, message: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """(codes, exponents, flag) of each gradient: views of the bytes, the codes of all of them first."""
-        low = self.wire.format != FP32
-        sizes = [n * self.wire.width for n in self.counts]
-        sizes += [self.wire.blocks(n) if low else 0 for n in self.counts] + [int(low) for _ in self.counts]
-        found, n = message.split(sizes), len(self.counts)
-        return list(zip(found[:n], found[n : 2 * n], found[2 * n :], strict=True))
+    def parts(self, message: Tensor) -> list[_Part]:
+        """Return views of a message, one for each gradient."""
+        views, n = message.split(self.sizes), len(self.shards)
+        return [_Part(*three) for three in zip(views[:n], views[n : 2 * n], views[2 * n :], strict=True)]
+
+    def write(self, part: _Part, i: int, coded: _Coded) -> None:
+        """Copy the owner's shard of gradient i into a message."""
+        shard, width = self.shards[i], self.wire.code_bytes
+        block = self.wire.count_blocks(shard.start)
+        codes = coded.codes[shard.start * width : shard.stop * width]
+        part.fill(codes, coded.exponents[block : block + part.exponents.numel()], coded.finite)
+
+
+@dataclass(frozen=True)
+class _Exchange:
+    """An all-to-all on its way."""
+
+    received: Tensor
+    sizes: list[int]
+    work: Any
+
+    def wait(self) -> list[Tensor]:
+        """Return the messages of all ranks, in their order."""
+        self.work.wait()
+        return list(self.received.split(self.sizes))
 
 
 class _Bucket:
-    """The gradients DDP hands over together, on their way."""
+    """The gradients that DDP hands over together: sent to their owners, averaged there, sent back."""
 
     def __init__(self, wire: Wire, bucket: Any) -> None:
         self.wire, self.result = wire, torch.futures.Future[Tensor]()
         self.buffer, self.gradients = bucket.buffer(), [g.view(-1) for g in bucket.gradients()]
-        self.keys = [wire.key(p) for p in bucket.parameters()]
+        self.keys = [wire.next_key(p) for p in bucket.parameters()]
         counts = [g.numel() for g in self.gradients]
-        self.shards = [[wire.shard(n, owner) for n in counts] for owner in range(wire.size)]
-        self.messages = [_Message(wire, [s.stop - s.start for s in shards]) for shards in self.shards]
-        out = self._encoded()
-        mine = self.messages[wire.rank].nbytes
-        self.received = out.new_empty(mine * wire.size)
-        self.work = self._exchange(self.received, out, [mine] * wire.size, [m.nbytes for m in self.messages])
+        self.layouts = [_Layout(wire, [wire.shard(n, owner) for n in counts]) for owner in range(wire.size)]
+        self.sizes = [layout.nbytes for layout in self.layouts]
+        self.exchange = wire.exchange(self._encode_gradients(), self.sizes, [self.sizes[wire.rank]] * wire.size)
 
-    def _encoded(self) -> Tensor:
-        """The gradients of this rank, one message after the other, one for each owner."""
-        wire, sizes = self.wire, [m.nbytes for m in self.messages]
-        out = torch.empty(sum(sizes), dtype=torch.uint8, device=self.buffer.device)
-        rooms = [m.parts(room) for m, room in zip(self.messages, out.split(sizes), strict=True)]
-        for i, (key, g) in enumerate(zip(self.keys, self.gradients, strict=True)):
-            g, finite = (g.float(), True) if wire.format == FP32 else _finite(g.float())
-            codes, exponents = wire.rounded(g, key.fold(1 + wire.rank))
-            begin = 0
-            for owner, room in enumerate(rooms):
-                s, (to_codes, to_exponents, flag) = self.shards[owner][i], room[i]
-                to_codes.copy_(codes[s.start * wire.width : s.stop * wire.width])
-                to_exponents.copy_(exponents[begin : begin + to_exponents.numel()])
-                flag.fill_(finite)
-                begin += to_exponents.numel()
-        return out
+    def send_means(self) -> None:
+        """Average this rank's shards over all ranks and send the means to each."""
+        wire, out = self.wire, self._encode_means()
+        del self.exchange  # frees its bytes before those of the next are allocated
+        self.exchange = wire.exchange(out.repeat(wire.size), [out.numel()] * wire.size, self.sizes)
 
-    def reduce(self) -> None:
-        """Add up what all ranks have sent of this rank's shards, and send the mean to everyone."""
-        wire, message = self.wire, self.messages[self.wire.rank]
-        self.work.wait()
-        sent = [message.parts(part) for part in self.received.chunk(wire.size)] if message.nbytes else []
-        out = torch.empty(message.nbytes, dtype=torch.uint8, device=self.buffer.device)
-        for i, (codes, exponents, flag) in enumerate(message.parts(out)):
-            finite = all(bool(part[i][2].all()) for part in sent)
-            if codes.numel():
-                mean = reduce(torch.add, (wire.values(*part[i][:2]) for part in sent)) / wire.size
-                if wire.format != FP32:
-                    mean, bounded = _finite(mean)  # a sum of numbers may be too large for one
-                    finite &= bounded
-                rounded = wire.rounded(mean, self.keys[i].fold(OWNERS + wire.rank))
-                codes.copy_(rounded[0])
-                exponents.copy_(rounded[1])
-            flag.fill_(finite)
-        sizes = [m.nbytes for m in self.messages]
-        del sent, self.work, self.received  # before there is room for the next
-        self.received = out.new_empty(sum(sizes))
-        self.work = self._exchange(self.received, out.repeat(wire.size), sizes, [message.nbytes] * wire.size)
-
-    def finish(self) -> None:
-        """What DDP waits for: the mean, the same on all ranks. Where a rank had an infinity or a NaN, it is NaN on all."""
-        self.work.wait()
-        received = self.received.split([m.nbytes for m in self.messages])
-        for owner, (message, bytes_) in enumerate(zip(self.messages, received, strict=True)):
-            for i, (codes, exponents, flag) in enumerate(message.parts(bytes_)):
-                if codes.numel():
-                    self.gradients[i][self.shards[owner][i]] = self.wire.values(codes, exponents).to(self.buffer.dtype)
-                if flag.numel() and not bool(flag):
-                    self.gradients[i].fill_(torch.nan)
+    def receive_means(self) -> None:
+        """Complete DDP's future with the means. Where a rank's gradient held an infinity or a NaN, it is NaN on all."""
+        for layout, message in zip(self.layouts, self.exchange.wait(), strict=True):
+            for g, shard, part in zip(self.gradients, layout.shards, layout.parts(message), strict=True):
+                if part.codes.numel():
+                    g[shard] = self.wire.decode(part.codes, part.exponents).to(self.buffer.dtype)
+                if part.finite.numel() and not bool(part.finite):
+                    g.fill_(torch.nan)
         self.result.set_result(self.buffer)
 
-    def _exchange(self, into: Tensor, out: Tensor, into_sizes: list[int], out_sizes: list[int]) -> Any:
-        self.wire.sent += sum(size for rank, size in enumerate(out_sizes) if rank != self.wire.rank)
-        return dist.all_to_all_single(into, out, into_sizes, out_sizes, group=self.wire.group, async_op=True)
+    def _encode_gradients(self) -> Tensor:
+        """Return the messages of this rank, one for each owner, one after the other."""
+        out = self._allocate(sum(self.sizes))
+        messages = [layout.parts(m) for layout, m in zip(self.layouts, out.split(self.sizes), strict=True)]
+        for i, (g, key) in enumerate(zip(self.gradients, self.keys, strict=True)):
+            coded = self.wire.encode(g.float(), key.fold(1 + self.wire.rank))
+            for layout, parts in zip(self.layouts, messages, strict=True):
+                layout.write(parts[i], i, coded)
+        return out
 
+    def _encode_means(self) -> Tensor:
+        """Return the message with the means of this rank's shards."""
+        wire, layout = self.wire, self.layouts[self.wire.rank]
+        received = [layout.parts(message) for message in self.exchange.wait()]
+        out = self._allocate(layout.nbytes)
+        for mean, key, *parts in zip(layout.parts(out), self.keys, *received, strict=True):
+            finite = all(bool(part.finite.all()) for part in parts)
+            if not mean.codes.numel():
+                mean.finite.fill_(finite)
+                continue
+            values = reduce(torch.add, (wire.decode(part.codes, part.exponents) for part in parts)) / wire.size
+            coded = wire.encode(values, key.fold(MEANS + wire.rank))  # a sum of finite numbers may overflow
+            mean.fill(coded.codes, coded.exponents, finite and coded.finite)
+        return out
 
-def _finite(g: Tensor) -> tuple[Tensor, bool]:
-    """A gradient, and whether it can be rounded; one that holds an infinity or a NaN cannot, and that is said instead."""
-    finite = first_not_finite([g]) < 0
-    return (g if finite else torch.zeros_like(g)), finite
+    def _allocate(self, nbytes: int) -> Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.buffer.device)

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from ..distributed.ranks import ALONE, MissingRankError, Ranks, agree, lost
+from ..distributed.ranks import ALONE, MissingRankError, Ranks, agree, report_missing_rank
 from ..distributed.replicas import Watch, replicate
 from ..lowering.layers import lower
 from ..quantization.formats import FP32, parse
@@ -107,7 +107,7 @@ def train(parts: Run, folder: Path, progress: Progress) -> float:
         began = saved = time.monotonic()
         for x, y in loader.until(schedule.total_steps):
             sampler.zero_grad()
-            with _interruptible(interrupted), lost("during a step"):
+            with _interruptible(interrupted), report_missing_rank("during a step"):
                 (cross_entropy(parts.model(x), y) * loader.share).backward()
                 sampler.step()
             schedule.step()

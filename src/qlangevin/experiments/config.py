@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim.optimizer import Optimizer
 
 from .._validate import check_fraction, check_integer, check_number
-from ..distributed.wire import check_carried
+from ..distributed.wire import parse_wire_format
 from ..quantization.formats import parse
 from ..quantization.random import Key
 from ..sampling.schedules import ConstantLR, CyclicalLR, LinearDecayLR, Schedule, StepDecayLR
@@ -88,7 +88,7 @@ class Experiment(ABC):
             if getattr(self, name) is not None:
                 check_integer(name, getattr(self, name), 1)
         if self.wire is not None:
-            object.__setattr__(self, "wire", str(check_carried(self.wire)))
+            object.__setattr__(self, "wire", str(parse_wire_format(self.wire)))
             if self.low is None and self.wire != "fp32":
                 raise ValueError(f"{self.how.name} is in full precision; leave --wire={self.wire} out")
         check_integer("workers", self.workers, 0)
