@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.lines import Line2D
 
-__all__ = ["Result", "Row", "Settings", "draw", "run", "terms"]
+__all__ = ["BoundResult", "BoundRow", "BoundSettings", "draw", "run_bound", "terms"]
 
 MAX_STEPSIZE = 1.0  # 2/(m + M)
 GREY, DASHES = "#777777", (0, (5, 2.5))
@@ -45,7 +45,7 @@ DOTS: dict[str, Any] = {
 
 
 @dataclass(frozen=True)
-class Settings:
+class BoundSettings:
     """Theorems 1 to 3 beside the exact law and samples, for a standard Gaussian.
 
     Shows the 2-Wasserstein distance against the stepsize and against the number of fractional bits.
@@ -102,12 +102,12 @@ class Settings:
         pairs = [(self.format, alpha) for alpha in self.stepsizes] + [(name, self.stepsize) for name in self.formats]
         return tuple(dict.fromkeys(pairs))
 
-    def sampling(self, format: str, alpha: float) -> gaussian.Settings | None:
+    def sampling(self, format: str, alpha: float) -> gaussian.GaussianSettings | None:
         """How a case is sampled, None if it is not."""
         if self.chains == 0 or 4.5 / alpha > self.max_steps:
             return None
         low, high = Key(self.seed).fold(self.cases.index((format, alpha))).bits  # each case has its own randomness
-        return gaussian.Settings((alpha,), format, self.chains, seed=low | high << 32)
+        return gaussian.GaussianSettings((alpha,), format, self.chains, seed=low | high << 32)
 
     @property
     def gap(self) -> float:
@@ -120,7 +120,7 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Row:
+class BoundRow:
     """W2 of one method in one format at one stepsize; None where it is not known exactly, or was not sampled."""
 
     format: str
@@ -134,28 +134,28 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Result:
+class BoundResult:
     """The rows, and the W2 of as many draws from the target as there are chains, which sampling hardly falls below."""
 
-    settings: Settings
-    rows: tuple[Row, ...]
+    settings: BoundSettings
+    rows: tuple[BoundRow, ...]
     resolution: float | None
 
 
-def run(settings: Settings, progress: Callable[[str, int], None] = lambda label, steps: None) -> Result:
+def run_bound(settings: BoundSettings, progress: Callable[[str, int], None] = lambda label, steps: None) -> BoundResult:
     """All three for all cases. ``progress`` is told what runs, and how many steps more are done."""
-    rows: list[Row] = []
+    rows: list[BoundRow] = []
     for format, alpha in settings.cases:
         how = settings.sampling(format, alpha)
-        sampled = {row.method: row for row in gaussian.run(how, progress).rows} if how else {}
+        sampled = {row.method: row for row in gaussian.run_gaussian(how, progress).rows} if how else {}
         rows += [_row(format, alpha, method, sampled.get(method)) for method in gaussian.METHODS]
-    return Result(settings, tuple(rows), _resolution(settings) if settings.total_steps else None)
+    return BoundResult(settings, tuple(rows), _resolution(settings) if settings.total_steps else None)
 
 
-def _row(format: str, alpha: float, method: str, sampled: gaussian.Row | None) -> Row:
+def _row(format: str, alpha: float, method: str, sampled: gaussian.GaussianRow | None) -> BoundRow:
     fixed = _fixed(format)
     known = (sampled.exact_variance, sampled.exact_w2) if sampled else gaussian.exact(method, alpha, format)
-    return Row(
+    return BoundRow(
         format=format,
         frac=fixed.frac,
         stepsize=alpha,
@@ -188,7 +188,7 @@ def _distance(method: str, known: gaussian.Exact) -> float | None:
     return abs(math.sqrt(variance) - 1) if method == "SGLDLP-F" and variance is not None else w2
 
 
-def _resolution(settings: Settings, times: int = 16) -> float:
+def _resolution(settings: BoundSettings, times: int = 16) -> float:
     """Root of the mean W2² of that many independent draws, over some repetitions."""
     draws = random.normal(Key(settings.seed), times * settings.chains).double().view(times, -1).sort().values
     share = torch.full_like(draws[0], 1 / settings.chains)
@@ -216,7 +216,7 @@ def terms(
     }
 
 
-def draw(result: Result, path: Path) -> None:
+def draw(result: BoundResult, path: Path) -> None:
     """The picture: bounds as dashed lines, exact distances as solid ones, samples as dots, a colour for each method."""
     from matplotlib.figure import Figure  # without pyplot: no window system, no global state
 
@@ -245,7 +245,7 @@ def draw(result: Result, path: Path) -> None:
     figure.savefig(path)
 
 
-def _by_stepsize(ax: Axes, result: Result, method: str) -> None:
+def _by_stepsize(ax: Axes, result: BoundResult, method: str) -> None:
     settings = result.settings
     gap, low, high = settings.gap, min(settings.stepsizes), max(settings.stepsizes)
     alphas = [min(high, low * (high / low) ** (k / 400)) for k in range(401)]
@@ -255,7 +255,7 @@ def _by_stepsize(ax: Axes, result: Result, method: str) -> None:
         _mark(ax, gap * gap / 8, limit(method, gap * gap / 7.99, gap))
 
 
-def _by_bits(ax: Axes, result: Result, method: str) -> None:
+def _by_bits(ax: Axes, result: BoundResult, method: str) -> None:
     settings = result.settings
     alpha, low, high = settings.stepsize, min(settings.frac), max(settings.frac)
     bits = [low + (high - low) * k / 400 for k in range(401)]
@@ -272,7 +272,7 @@ def _mark(ax: Axes, x: float, y: float) -> None:
 
 
 def _curves(
-    ax: Axes, method: str, x: list[float], allowed: list[float], places: Sequence[float], rows: Mapping[float, Row]
+    ax: Axes, method: str, x: list[float], allowed: list[float], places: Sequence[float], rows: Mapping[float, BoundRow]
 ) -> None:
     """The bound, known everywhere, and what is known at some places; a missing number leaves a gap."""
     colour, at = gaussian.COLOURS[method], sorted(places)
@@ -285,7 +285,7 @@ def _or_nan(value: float | None) -> float:
     return math.nan if value is None else value
 
 
-def _legend(result: Result) -> list[Line2D]:
+def _legend(result: BoundResult) -> list[Line2D]:
     """What the colours are, in the upper row, and what the kinds of lines are, in the lower."""
     from matplotlib.lines import Line2D
 

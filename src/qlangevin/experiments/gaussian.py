@@ -35,7 +35,7 @@ from ..quantization.random import Key
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["METHODS", "Result", "Row", "Settings", "draw", "run"]
+__all__ = ["METHODS", "GaussianResult", "GaussianRow", "GaussianSettings", "draw", "run_gaussian"]
 
 RECORDS = 200  # times each chain is looked at; between them it forgets little, so that more would tell little
 MAX_STEPS = 10**8
@@ -61,7 +61,7 @@ METHODS: dict[str, Step] = {"SGLDLP-F": sgldlp_f, "naive SGLDLP-L": naive_sgldlp
 
 
 @dataclass(frozen=True)
-class Settings:
+class GaussianSettings:
     """Figure 1: SGLDLP-F, naive SGLDLP-L and VC SGLDLP-L on a standard Gaussian.
 
     Samples each method with many parallel chains and compares with the exact stationary law.
@@ -118,7 +118,7 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Row:
+class GaussianRow:
     """What one method did at one stepsize. The exact figures are those of its stationary law, None where there is none."""
 
     stepsize: float
@@ -142,20 +142,20 @@ class Row:
 
 
 @dataclass(frozen=True, eq=False)
-class Result:
+class GaussianResult:
     """The rows, and for each the share of the samples that are nearest to each point of the grid."""
 
-    settings: Settings
+    settings: GaussianSettings
     points: Tensor
-    rows: tuple[Row, ...]
+    rows: tuple[GaussianRow, ...]
     shares: tuple[Tensor, ...]
 
 
-def run(
-    settings: Settings,
+def run_gaussian(
+    settings: GaussianSettings,
     progress: Callable[[str, int], None] = lambda label, steps: None,
     ranks: Ranks = ALONE,
-) -> Result:
+) -> GaussianResult:
     """Sample all methods at all stepsizes. ``progress`` is told what runs, and how many steps more are done.
 
     Several ranks take turns: each does some of the rows, and has all of them in the end. The numbers are the same.
@@ -164,10 +164,10 @@ def run(
     # The first call of an operator takes a second, which is not the sampler's.
     quantize(torch.zeros(1), settings.format)
     cases = [(alpha, name) for alpha in settings.stepsizes for name in METHODS]
-    found: dict[int, tuple[Row, Tensor]] = {}
+    found: dict[int, tuple[GaussianRow, Tensor]] = {}
     patient = ranks.patient()  # for those with more to do
     if ranks.size > 1:
-        agree({f.name: getattr(settings, f.name) for f in fields(Settings)}, ranks.group)
+        agree({f.name: getattr(settings, f.name) for f in fields(GaussianSettings)}, ranks.group)
     for i in range(ranks.rank, len(cases), ranks.size):
         alpha, name = cases[i]
         known = exact(name, alpha, settings.format)
@@ -178,12 +178,16 @@ def run(
     if ranks.size > 1:
         mine = {i: (asdict(row), shares.tolist()) for i, (row, shares) in found.items()}
         told = {int(i): about for part in gather(mine, patient.group) for i, about in part.items()}
-        found = {i: (Row(**row), torch.tensor(shares, dtype=torch.float64)) for i, (row, shares) in told.items()}
+        found = {
+            i: (GaussianRow(**row), torch.tensor(shares, dtype=torch.float64)) for i, (row, shares) in told.items()
+        }
     rows, shares = zip(*(found[i] for i in range(len(cases))), strict=True)
-    return Result(settings, points, rows, shares)
+    return GaussianResult(settings, points, rows, shares)
 
 
-def _sample(name: str, alpha: float, settings: Settings, key: Key, progress: Callable[[str, int], None]) -> Tensor:
+def _sample(
+    name: str, alpha: float, settings: GaussianSettings, key: Key, progress: Callable[[str, int], None]
+) -> Tensor:
     """The chains after burn-in, at up to `RECORDS` evenly spaced times: (times, chains)."""
     format, step = parse(settings.format), METHODS[name]
     variance = torch.tensor(2 * alpha)
@@ -200,12 +204,14 @@ def _sample(name: str, alpha: float, settings: Settings, key: Key, progress: Cal
     return torch.stack(records)
 
 
-def _summary(name: str, alpha: float, settings: Settings, samples: Tensor, known: Exact, seconds: float) -> Row:
+def _summary(
+    name: str, alpha: float, settings: GaussianSettings, samples: Tensor, known: Exact, seconds: float
+) -> GaussianRow:
     samples = samples.double()
     values, counts = torch.unique(samples, return_counts=True)
     of_chains = (samples - samples.mean()).square().mean(0)  # chains are independent, the moments of one chain are not
     steps, burn_in = settings.schedule(alpha)
-    return Row(
+    return GaussianRow(
         stepsize=alpha,
         method=name,
         variance=float(of_chains.mean()),
@@ -249,7 +255,7 @@ def _shares(samples: Tensor, points: Tensor) -> Tensor:
 COLOURS = {"SGLDLP-F": "#8fa3bf", "naive SGLDLP-L": "#e58a62", "VC SGLDLP-L": "#5aa88b"}
 
 
-def draw(result: Result, path: Path) -> None:
+def draw(result: GaussianResult, path: Path) -> None:
     """The picture: a row for each stepsize, a column for each method, the samples as bars and the target as a line."""
     from matplotlib.figure import Figure  # without pyplot: no window system, no global state
 
@@ -269,7 +275,7 @@ def draw(result: Result, path: Path) -> None:
     figure.savefig(path)
 
 
-def _panel(ax: Axes, row: Row, points: Tensor, shares: Tensor) -> None:
+def _panel(ax: Axes, row: GaussianRow, points: Tensor, shares: Tensor) -> None:
     """One histogram as a density: a grid point stands for the cell of numbers nearest to it."""
     middle = (points[1:] + points[:-1]) / 2
     width = torch.cat((2 * points[:1] - middle[:1], middle, 2 * points[-1:] - middle[-1:])).diff()

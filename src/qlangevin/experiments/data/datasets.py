@@ -22,12 +22,12 @@ from .images import read_photos
 from .readers import members, read_pair, read_records
 from .text import pad, read_imdb
 
-__all__ = ["Data", "Examples", "Name", "load", "loader"]
+__all__ = ["Data", "DatasetName", "load_dataset", "make_loader"]
 
-Name: TypeAlias = Literal["mnist", "fashion-mnist", "cifar10", "cifar100", "imdb", "imagenet", "digits"]
+DatasetName: TypeAlias = Literal["mnist", "fashion-mnist", "cifar10", "cifar100", "imdb", "imagenet", "digits"]
 
 # How many examples there are to learn from and to test with.
-COUNTS: dict[Name, tuple[int, int]] = {
+COUNTS: dict[DatasetName, tuple[int, int]] = {
     "mnist": (60_000, 10_000), "fashion-mnist": (60_000, 10_000), "cifar10": (50_000, 10_000), "cifar100": (50_000, 10_000),
     "imdb": (25_000, 25_000), "imagenet": (1_281_167, 50_000), "digits": (1197, 600),
 }  # fmt: skip
@@ -43,7 +43,7 @@ class Records(NamedTuple):
     scale: Scale
 
 
-CIFAR: dict[Name, Records] = {
+CIFAR: dict[DatasetName, Records] = {
     "cifar10": Records(
         classes=10,
         labels=1,
@@ -61,7 +61,7 @@ CIFAR: dict[Name, Records] = {
 }
 
 # MNIST and Fashion-MNIST have files of the same names. This is the SHA-256 of their training labels.
-LABELS: dict[str, Name] = {
+LABELS: dict[str, DatasetName] = {
     "1feba77c54802fa5339a11837ea4b2866434b83314ec45192930f1df69120c13": "mnist",
     "657fbd221bfc9f4198cc14b5619cc33ec57c58dd0e47af4d99d6650759e869a7": "fashion-mnist",
 }
@@ -71,7 +71,7 @@ LABELS: dict[str, Name] = {
 class Data:
     """A data set: examples to learn from and to test with."""
 
-    name: Name
+    name: DatasetName
     train: Examples
     test: Examples
     classes: int
@@ -83,8 +83,8 @@ class Data:
     """What there is of it, if not everything."""
 
 
-def load(
-    name: Name,
+def load_dataset(
+    name: DatasetName,
     data_dir: Path | None = None,
     *,
     limit_train: int | None = None,
@@ -112,7 +112,7 @@ def load(
         progress: show a bar when something takes long.
     """
     if name not in COUNTS:
-        raise ValueError(f"there is no data set {name!r}; there are {', '.join(get_args(Name))}")
+        raise ValueError(f"there is no data set {name!r}; there are {', '.join(get_args(DatasetName))}")
     for label, limit in (("limit_train", limit_train), ("limit_test", limit_test)):
         if limit is not None:
             check_integer(label, limit, 1)
@@ -136,7 +136,7 @@ def load(
     return _limited(data, limit_train, limit_test)
 
 
-def loader(examples: Examples, batch_size: int, *, shuffle: bool, workers: int = 0, **options: Any) -> Loader:
+def make_loader(examples: Examples, batch_size: int, *, shuffle: bool, workers: int = 0, **options: Any) -> Loader:
     """Batches of examples, each looked up as a whole; the other options are those of `Loader`."""
     workers = check_integer("workers", workers, 0)
     return Loader(examples, batch_size, shuffle=shuffle, num_workers=workers, collate_fn=as_it_is, **options)
@@ -156,7 +156,7 @@ def _limited(data: Data, limit_train: int | None, limit_test: int | None) -> Dat
     return replace(data, train=parts[0], test=parts[1], note=note or None)
 
 
-def _mnist(name: Name, files: Sequence[Path]) -> Data:
+def _mnist(name: DatasetName, files: Sequence[Path]) -> Data:
     train, test = read_pair(files[0], files[1]), read_pair(files[2], files[3])
     found = LABELS.get(hashlib.sha256(train[1].byte().numpy().tobytes()).hexdigest(), name)
     if found != name:
@@ -167,7 +167,7 @@ def _mnist(name: Name, files: Sequence[Path]) -> Data:
     return Data(name, Pictures(*train, Scale()), Pictures(*test, Scale()), 10, (1, 28, 28))
 
 
-def _cifar(name: Name, path: Path, key: Key | None, limit: int | None, progress: bool) -> Data:
+def _cifar(name: DatasetName, path: Path, key: Key | None, limit: int | None, progress: bool) -> Data:
     form = CIFAR[name]
     found = {
         file: read_records(data, where, form.classes, form.labels)
