@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 
 from qlangevin.cli.main import main
-from qlangevin.experiments import demo, gaussian, run, sweep
+from qlangevin.experiments import demo, gaussian, report, run, sweep
 from qlangevin.experiments.methods import METHODS, MethodName
 from qlangevin.experiments.presets import Digits, Experiment
-from qlangevin.experiments.report import build
 
 
 def small(
@@ -57,7 +56,7 @@ def test_the_demo_does_what_is_missing_and_writes_a_page_with_the_lead_picture_f
     for method, _ in Digits.rows:
         assert METHODS[method].name in page
     saved = {config.run_name: (tmp_path / "runs" / config.run_name / "result.json").stat() for config in configs}
-    monkeypatch.setattr(build, "write", lambda results, out, title, lead: out / "index.html")
+    monkeypatch.setattr(report, "write_report", lambda results, out, title, lead: out / "index.html")
     assert main(["demo", "--out", str(tmp_path), "--seeds", "1"]) == 0
     captured = capsys.readouterr()
     assert captured.err == ""
@@ -72,7 +71,7 @@ def test_json_is_one_object_and_nothing_else(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prepared(tmp_path)
-    monkeypatch.setattr(build, "write", lambda results, out, title, lead: out / "index.html")
+    monkeypatch.setattr(report, "write_report", lambda results, out, title, lead: out / "index.html")
     assert main(["demo", "--out", str(tmp_path), "--seeds", "1", "--json"]) == 0
     captured = capsys.readouterr()
     assert captured.err == ""

@@ -1,8 +1,8 @@
 """The commands of ``qlangevin``: each is a dataclass whose fields are the options and whose docstrings are the help.
 
 ``execute`` does the work, prints the result on standard output and returns the exit code; progress goes to standard error.
-Libraries that are slow to import (torchmetrics, ArviZ, matplotlib, scikit-learn) are left to the modules that use them, which
-import them on first use: help must be quick.
+Whatever takes long to import (torchmetrics, ArviZ, matplotlib, scikit-learn, rich, the report) is imported on first use, so that
+help is quick.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from ..experiments.data import DatasetName
 from ..experiments.environment import cores
 from ..experiments.methods import MethodName
 from ..experiments.plotting import check_path, save_figure
-from ..experiments.report import claims, load_results, write_report
 from ..experiments.score import evaluate
 from ..experiments.sweep import plan_runs, sweep
 from . import display
@@ -233,6 +232,8 @@ class Report:
     """Print one JSON object, with the verdicts on the paper's claims, instead of a line."""
 
     def execute(self) -> int:
+        from ..experiments.report import claims, load_results, write_report
+
         results = load_results(self.runs)
         page = write_report(results, self.out, self.title)
         if self.json:

@@ -1,4 +1,4 @@
-"""Print results of commands: tables for people on standard output, or one JSON object."""
+"""Print results of commands: tables for people on standard output, or one JSON object. rich is imported on first use."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import math
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
-
-from rich import box
-from rich.console import Console
-from rich.table import Table
+from typing import TYPE_CHECKING, Any
 
 from .. import theory
 from .._version import __version__
 from ..experiments import bound, gaussian
 from ..experiments.environment import environment
 from ..experiments.methods import METHODS
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
 
 __all__ = [
     "as_json",
@@ -52,11 +52,15 @@ def as_json(name: str, settings: Any, rows: Iterable[dict[str, Any]], **more: An
 
 def console() -> Console:
     """Return the console of standard output: as wide as the terminal, else 120 columns."""
+    from rich.console import Console
+
     return Console(width=None if sys.stdout.isatty() else 120)
 
 
 def print_tables(*tables: Table) -> None:
     """Print tables, without padding where they do not fit; rather too wide than with numbers cut short."""
+    from rich.console import Console
+
     for table in tables:
         out, wide = console(), Console(width=1000)
         if wide.measure(table).maximum > out.width:
@@ -77,6 +81,9 @@ def _number(value: float | None, format: str) -> str:
 
 def _new_table(title: str, columns: Sequence[str], left: Sequence[str]) -> Table:
     """Return an empty table; columns named in ``left`` are aligned left, the others right."""
+    from rich import box
+    from rich.table import Table
+
     out = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False)
     for name in columns:
         out.add_column(name, justify="left" if name in left else "right", no_wrap=True)

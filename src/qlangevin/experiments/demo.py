@@ -16,7 +16,6 @@ from .environment import cores
 from .plotting import save_figure
 from .presets import Digits
 from .processes import Progress, ignore_progress
-from .report import Lead, write_report
 from .sweep import plan_runs, sweep
 
 __all__ = ["DemoResult", "DemoSettings", "remarks", "run_demo"]
@@ -71,6 +70,8 @@ class DemoResult:
 
 def run_demo(settings: DemoSettings, progress: Progress = ignore_progress) -> DemoResult:
     """Sample, save the runs and the report. Raises RuntimeError if a run fails."""
+    from .report import Lead, write_report  # only here: --help imports this module, and must be quick
+
     figure, share = settings.out / "gaussian.png", settings.work / 3 / settings.gaussian.total_steps
     Digits().load_data(None)  # fails at once if scikit-learn is not installed
     settings.out.mkdir(parents=True, exist_ok=True)

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from qlangevin.experiments.data import DatasetName, datasets, load_dataset, make_loader
-from qlangevin.experiments.data.augment import augmentation, crop_and_flip, random_box, shifts
-from qlangevin.experiments.data.examples import Pictures, Scale
-from qlangevin.experiments.data.readers import interleaved
+from qlangevin.experiments.data.augment import augmentation_key, crop_and_flip, draw_shifts, random_box
+from qlangevin.experiments.data.examples import Images, Scale
+from qlangevin.experiments.data.readers import interleave
 from qlangevin.quantization.random import Key
 from tests.helpers.official import PIXELS, archive, cifar10, cifar_records, idx, mnist, write
 
@@ -219,7 +219,7 @@ def test_crops_and_flips_are_those_of_a_padded_picture() -> None:
 
 def test_all_crops_are_equally_likely() -> None:
     # χ² has 161 degrees of freedom and exceeds 222.6 once in a thousand seeds.
-    counts = torch.bincount(shifts(augmentation(0), 162_000), minlength=162)
+    counts = torch.bincount(draw_shifts(augmentation_key(0), 162_000), minlength=162)
     assert len(counts) == 162
     assert float(((counts - 1000.0) ** 2 / 1000).sum()) < 222.6
 
@@ -255,7 +255,7 @@ def test_test_images_are_not_augmented(tmp_path: Path) -> None:
 
 
 def test_random_parts_have_the_areas_and_ratios_they_should() -> None:
-    key = augmentation(0)
+    key = augmentation_key(0)
     for width, height in ((500, 375), (64, 64), (3, 7), (1, 1)):
         boxes, flips = zip(*(random_box(key.fold(i), width, height) for i in range(200)), strict=True)
         left, top, right, bottom = torch.tensor(boxes).T
@@ -337,9 +337,9 @@ def test_wrong_arguments(tmp_path: Path, options: dict[str, Any], message: str) 
 
 
 def test_classes_take_turns() -> None:
-    assert interleaved(torch.tensor([2, 0, 0, 1, 0, 2])).tolist() == [1, 3, 0, 2, 5, 4]
+    assert interleave(torch.tensor([2, 0, 0, 1, 0, 2])).tolist() == [1, 3, 0, 2, 5, 4]
     labels = torch.randint(7, (500,), generator=torch.Generator().manual_seed(0))
-    order = interleaved(labels)
+    order = interleave(labels)
     assert torch.equal(order.sort().values, torch.arange(500))
     assert labels[order][:35].tolist() == list(range(7)) * 5
 
@@ -405,7 +405,7 @@ def test_pictures_are_on_the_cpu_whatever_the_default_device_is(tmp_path: Path) 
 
 
 def test_examples_can_be_sent_to_another_process() -> None:
-    pictures = Pictures(pixels(0, 1, 2), torch.arange(3), Scale(), Key(1))
+    pictures = Images(pixels(0, 1, 2), torch.arange(3), Scale(), Key(1))
     copy = pickle.loads(pickle.dumps(pictures))
     assert torch.equal(copy[2][0], pictures[2][0])
 

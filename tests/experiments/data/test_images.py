@@ -10,7 +10,7 @@ from PIL import Image
 from torch import Tensor
 
 from qlangevin.experiments.data import load_dataset, make_loader
-from qlangevin.experiments.data.augment import augmentation
+from qlangevin.experiments.data.augment import augmentation_key
 from qlangevin.experiments.data.images import Photos, read_photos
 from tests.helpers.official import imagenet, photo
 
@@ -57,7 +57,7 @@ def test_test_photos_are_the_middle_of_a_shrunk_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize("size", [(10, 10), (1, 50), (57, 3)])
 def test_photos_may_be_small(tmp_path: Path, size: tuple[int, int]) -> None:
     photo(tmp_path / "train/n01/a.JPEG", size)
-    for key in (None, augmentation(0)):
+    for key in (None, augmentation_key(0)):
         assert read_photos(tmp_path / "train", 32, key)[0][0].shape == (3, 32, 32)
 
 
@@ -92,7 +92,7 @@ def test_random_parts_are_a_function_of_seed_epoch_and_index(tmp_path: Path) -> 
 
 def test_half_of_the_photos_are_flipped(tmp_path: Path) -> None:
     photo(tmp_path / "train/n01/a.JPEG", (64, 64))
-    train = read_photos(tmp_path / "train", 8, augmentation(0))
+    train = read_photos(tmp_path / "train", 8, augmentation_key(0))
     flipped = 0
     for epoch in range(200):
         train.set_epoch(epoch)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qlangevin.experiments.data import load_dataset, text
-from qlangevin.experiments.data.text import Reviews, pad, read_imdb, split
+from qlangevin.experiments.data.text import Reviews, pad_texts, read_imdb, split_words
 from qlangevin.storage.files import tensor_parts
 from tests.helpers.official import REVIEWS, archive, write
 
@@ -61,13 +61,13 @@ def spelled(reviews: Reviews) -> list[tuple[int, list[str]]]:
     ],
 )
 def test_words_and_punctuation(line: str, words: list[str]) -> None:
-    assert split(line) == words
+    assert split_words(line) == words
 
 
 @given(st.text())
 def test_nothing_but_white_space_is_lost(line: str) -> None:
     line = line.replace("<", "")
-    assert "".join(split(line)) == "".join(line.lower().split())
+    assert "".join(split_words(line)) == "".join(line.lower().split())
 
 
 # ---- reading
@@ -96,8 +96,8 @@ def test_folders_give_the_same_as_the_archive(tmp_path: Path, cache: Path, folde
 
 def test_long_texts_keep_their_last_words() -> None:
     reviews = Reviews(torch.arange(2, 12, dtype=torch.int32), torch.tensor([5, 0, 1, 4]), torch.zeros(4))
-    assert pad(reviews, 4, 10).tolist() == [[3, 4, 5, 6], [0, 0, 0, 0], [7, 0, 0, 0], [8, 9, 1, 1]]
-    assert pad(reviews, 6, 99).tolist()[0] == [2, 3, 4, 5, 6, 0]
+    assert pad_texts(reviews, 4, 10).tolist() == [[3, 4, 5, 6], [0, 0, 0, 0], [7, 0, 0, 0], [8, 9, 1, 1]]
+    assert pad_texts(reviews, 6, 99).tolist()[0] == [2, 3, 4, 5, 6, 0]
 
 
 def test_a_part_without_a_class_is_named(tmp_path: Path, cache: Path) -> None:
@@ -191,7 +191,7 @@ def test_a_damaged_cache_is_written_anew(packed: Path, cache: Path, damage: str)
 def test_texts_are_read_even_if_they_cannot_be_kept(packed: Path, cache: Path) -> None:
     cache.parent.mkdir()
     cache.write_bytes(b"a file is in the way")
-    with pytest.warns(UserWarning, match=f"the words of IMDB could not be kept for next time in {cache}"):
+    with pytest.warns(UserWarning, match=f"the words of IMDB could not be cached in {cache}"):
         train, _ = read_imdb(packed)
     assert spelled(train) == TRAIN
 
