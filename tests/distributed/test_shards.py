@@ -57,7 +57,7 @@ def reference(model: nn.Module, shards: int) -> dict[str, Tensor]:
             gradient = torch.stack([g[index] for g in gradients]).sum(0) / SIZE
             q, rows = cast(QTensor, p), -(-p.shape[0] // shards)
             if p.dim() < 2 or shards == 1:
-                update_codes_([q], [], [gradient], s, [parameter_key(5, 0, index, step + 1)])
+                step_tensors([TensorStep(q, gradient, parameter_key(5, 0, index, step + 1))], s)
                 continue
             full = QShard.from_tensor(q)
             for index_of_shard, at in enumerate(range(0, p.shape[0], rows)):
@@ -244,14 +244,6 @@ def test_matrices_that_cannot_be_cut_between_rows_are_refused() -> None:
         shard(network(), weights="bfp8/tensor")
     with pytest.raises(ValueError, match=r"'3\.weight' cannot be sharded in bfp4: two codes share a byte"):
         shard(ql.pack(network(), "bfp4"))
-
-
-def test_a_model_with_an_optimizer_is_refused() -> None:
-    model = ql.pack(network(), "bfp8")
-    sampler = ql.SGLD(model.parameters(), **SETTINGS)
-    with pytest.raises(ValueError, match="belongs to a SGLD optimizer"):
-        shard(model)
-    assert len(sampler.param_groups) == 1
 
 
 def test_sharding_needs_a_process_group() -> None:

@@ -10,17 +10,17 @@ import pytest
 
 from qlangevin import theory
 from qlangevin.experiments import bound, gaussian
-from qlangevin.experiments.bound import Result, Row, Settings
+from qlangevin.experiments.bound import BoundResult, BoundRow, BoundSettings
 
-SMALL = Settings(stepsizes=(1e-4, 0.02, 0.3), frac=(2, 3), stepsize=0.02, chains=2000, max_steps=300, seed=1)
+SMALL = BoundSettings(stepsizes=(1e-4, 0.02, 0.3), frac=(2, 3), stepsize=0.02, chains=2000, max_steps=300, seed=1)
 
 
 @pytest.fixture(scope="module")
-def result() -> Result:
-    return bound.run(SMALL)
+def result() -> BoundResult:
+    return bound.run_bound(SMALL)
 
 
-def test_there_is_a_row_for_each_method_in_each_case(result: Result) -> None:
+def test_there_is_a_row_for_each_method_in_each_case(result: BoundResult) -> None:
     cases = [
         ("fixed8.3", 1e-4),
         ("fixed8.3", 0.02),
@@ -33,13 +33,13 @@ def test_there_is_a_row_for_each_method_in_each_case(result: Result) -> None:
     assert [row.frac for row in result.rows] == [3] * 9 + [2] * 3
 
 
-def test_rows_keep_what_the_theorems_promise(result: Result) -> None:
+def test_rows_keep_what_the_theorems_promise(result: BoundResult) -> None:
     for row in result.rows:
         assert row.exact is not None
         assert row.exact < row.bound
 
 
-def test_samples_are_as_far_from_the_target_as_the_exact_law(result: Result) -> None:
+def test_samples_are_as_far_from_the_target_as_the_exact_law(result: BoundResult) -> None:
     # The two differ by no more than the W2 between a sample and its law, the largest part of which is the error of the
     # mean: three times the resolution are five standard errors of it, a false alarm in some 10^6 rows.
     assert result.resolution is not None
@@ -51,7 +51,7 @@ def test_samples_are_as_far_from_the_target_as_the_exact_law(result: Result) -> 
 
 
 def test_exact_distances_are_those_of_the_law() -> None:
-    rows = bound.run(replace(SMALL, chains=0)).rows
+    rows = bound.run_bound(replace(SMALL, chains=0)).rows
     assert {row.sampled for row in rows} == {None}
     for row in rows:
         if row.method == "SGLDLP-F":
@@ -63,11 +63,11 @@ def test_exact_distances_are_those_of_the_law() -> None:
 
 
 def test_naive_diverges_and_corrected_does_not() -> None:
-    small = Settings(stepsizes=(1e-3, 1e-4, 1e-5), frac=(3,), chains=0)
-    rows = bound.run(small).rows
+    small = BoundSettings(stepsizes=(1e-3, 1e-4, 1e-5), frac=(3,), chains=0)
+    rows = bound.run_bound(small).rows
     naive, corrected = ([row for row in rows if row.method == name] for name in ("naive SGLDLP-L", "VC SGLDLP-L"))
 
-    def growth(rows: list[Row], field: str) -> float:
+    def growth(rows: list[BoundRow], field: str) -> float:
         return float(getattr(rows[2], field) / getattr(rows[1], field))
 
     assert growth(naive, "bound") == pytest.approx(math.sqrt(10), rel=0.02)
@@ -84,15 +84,15 @@ def test_gradients_are_no_larger_than_the_bound_takes_them_to_be(name: str) -> N
         assert float(law.probabilities @ law.points.abs()) <= bound.mean_gradient(alpha, gap)
 
 
-def test_the_seed_decides_everything(result: Result) -> None:
-    assert bound.run(SMALL) == result
-    assert bound.run(replace(SMALL, seed=2)).rows != result.rows
+def test_the_seed_decides_everything(result: BoundResult) -> None:
+    assert bound.run_bound(SMALL) == result
+    assert bound.run_bound(replace(SMALL, seed=2)).rows != result.rows
 
 
 def test_progress_comes_to_the_announced_total() -> None:
     settings = replace(SMALL, chains=2)
     seen: list[int] = []
-    bound.run(settings, lambda label, steps: seen.append(steps))
+    bound.run_bound(settings, lambda label, steps: seen.append(steps))
     assert sum(seen) == settings.total_steps == 3 * (225 + 15 + 225)
 
 
@@ -104,14 +104,14 @@ def test_terms_of_any_target() -> None:
         assert value == theory.bound(name, constants, 0.01, 0.5, 0.1, 10, 1.0)
 
 
-def test_rows_are_json(result: Result) -> None:
+def test_rows_are_json(result: BoundResult) -> None:
     rows = [asdict(row) for row in result.rows]
     assert json.loads(json.dumps(rows)) == rows
 
 
 @pytest.mark.parametrize("chains", [0, 2])
 def test_picture(chains: int, tmp_path: Path) -> None:
-    result = bound.run(replace(SMALL, chains=chains))
+    result = bound.run_bound(replace(SMALL, chains=chains))
     bound.draw(result, tmp_path / "picture.svg")
     text = (tmp_path / "picture.svg").read_text()
     assert all(f"<!-- {name}, Theorem {number} -->" in text for number, name in enumerate(gaussian.METHODS, 1))
@@ -119,7 +119,7 @@ def test_picture(chains: int, tmp_path: Path) -> None:
 
 
 def test_picture_of_single_places_and_of_a_law_that_is_not_known(tmp_path: Path) -> None:
-    result = bound.run(Settings(stepsizes=(0.5,), format="fixed6.5", frac=(0,), chains=0))
+    result = bound.run_bound(BoundSettings(stepsizes=(0.5,), format="fixed6.5", frac=(0,), chains=0))
     assert [row.exact is None for row in result.rows] == [True, False, False] * 2  # narrow range, and wide gap
     bound.draw(result, tmp_path / "picture.png")
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
@@ -144,4 +144,4 @@ def test_picture_of_single_places_and_of_a_law_that_is_not_known(tmp_path: Path)
 )
 def test_bad_settings(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Settings(**arguments)
+        BoundSettings(**arguments)

@@ -22,11 +22,11 @@ from qlangevin import Posterior, SampleStore, diagnostics
 from qlangevin.cli.main import main
 from qlangevin.distributed.ranks import Ranks
 from qlangevin.experiments import chain, gaussian, run
-from qlangevin.experiments.evaluate import evaluate
 from qlangevin.experiments.methods import MethodName
 from qlangevin.experiments.presets import Digits, from_json
-from qlangevin.experiments.report.build import load, write
+from qlangevin.experiments.report import load_results, write_report
 from qlangevin.experiments.run import run_experiment
+from qlangevin.experiments.score import evaluate, open_posterior
 from tests.helpers.process_groups import run_on_ranks, start_torchrun, try_on_ranks
 
 SMALL = Digits(
@@ -69,11 +69,11 @@ def run_on_rank(ranks: Ranks, settings: dict[str, Any], folder: str, dies: int |
 
 
 def gaussian_on_rank(ranks: Ranks) -> Any:
-    result = gaussian.run(GAUSSIAN, ranks=ranks)
+    result = gaussian.run_gaussian(GAUSSIAN, ranks=ranks)
     return [[asdict(row) | {"seconds": 0} for row in result.rows], [shares.tolist() for shares in result.shares]]
 
 
-GAUSSIAN = gaussian.Settings(stepsizes=(0.05, 0.01), chains=200)
+GAUSSIAN = gaussian.GaussianSettings(stepsizes=(0.05, 0.01), chains=200)
 
 # ---- equal chains however they are divided
 
@@ -98,8 +98,8 @@ def test_chains_differ_and_the_first_is_the_run_without_the_others(four: Path, t
 
 
 def test_a_run_of_chains_is_averaged_over_all_of_them(four: Path) -> None:
-    result, digits = run.read_result(four), run.load(SMALL, None)
-    average = Posterior.open(four, run.posterior(SMALL, digits, four).model)
+    result, digits = run.read_result(four), SMALL.load_data(None)
+    average = Posterior.open(four, open_posterior(SMALL, digits, four).model)
     assert [len(c) for c in average.chains] == [9, 9, 9, 9] == result["trace"]["chains"]
     assert result["samples"] == 36
     chains = torch.tensor(result["trace"]["log_likelihood"]).view(4, 9)
@@ -112,7 +112,7 @@ def test_a_run_of_chains_is_averaged_over_all_of_them(four: Path) -> None:
 
 
 def test_the_report_says_how_many_chains_agree(four: Path, tmp_path: Path) -> None:
-    write(load([four]), tmp_path / "report")
+    write_report(load_results([four]), tmp_path / "report")
     [figure] = (tmp_path / "report/figures").glob("*trace*.svg")
     result = run.read_result(four)
     assert "--chains 4" in (tmp_path / "report/report.md").read_text()
@@ -161,7 +161,7 @@ def test_ranks_that_do_not_share_a_folder_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.distributed
 def test_gaussian_rows_shared_by_ranks_are_those_of_one_process() -> None:
-    alone = gaussian.run(GAUSSIAN)
+    alone = gaussian.run_gaussian(GAUSSIAN)
     expected = [[asdict(row) | {"seconds": 0} for row in alone.rows], [shares.tolist() for shares in alone.shares]]
     assert run_on_ranks(gaussian_on_rank, 4) == [expected] * 4
 

@@ -9,24 +9,23 @@ from pathlib import Path
 import pytest
 
 from qlangevin.cli.main import main
-from qlangevin.experiments import demo, gaussian, run, sweep
+from qlangevin.experiments import demo, gaussian, report, run, sweep
 from qlangevin.experiments.methods import METHODS, MethodName
 from qlangevin.experiments.presets import Digits, Experiment
-from qlangevin.experiments.report import build
 
 
 def small(
     base: Experiment, methods: Sequence[MethodName], formats: Sequence[str], seeds: Sequence[int]
 ) -> list[Experiment]:
     short = {"epochs": 2, "batch": 50, "samples": 2, "limit_train": 100, "limit_test": 60, "hidden": 8}
-    return [replace(config, **short) for config in sweep.plan(base, methods, formats, seeds)]  # type: ignore[arg-type]
+    return [replace(config, **short) for config in sweep.plan_runs(base, methods, formats, seeds)]  # type: ignore[arg-type]
 
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few chains, few epochs."""
-    figure = property(lambda self: gaussian.Settings(stepsizes=(0.1, 0.05), chains=50, steps=60))
-    monkeypatch.setattr(demo.Settings, "gaussian", figure)
+    figure = property(lambda self: gaussian.GaussianSettings(stepsizes=(0.1, 0.05), chains=50, steps=60))
+    monkeypatch.setattr(demo.DemoSettings, "gaussian", figure)
     monkeypatch.setattr(demo, "plan", small)
 
 
@@ -43,7 +42,7 @@ def test_the_demo_does_what_is_missing_and_writes_a_page_with_the_lead_picture_f
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     configs, shares = prepared(tmp_path, but=1), []
-    settings = demo.Settings(tmp_path, seeds=1, jobs=1)
+    settings = demo.DemoSettings(tmp_path, seeds=1, jobs=1)
     made = demo.run_demo(settings, lambda label, share: shares.append(share))
     assert made.page == tmp_path / "index.html"
     assert sum(shares) == pytest.approx(settings.work, abs=1)
@@ -57,7 +56,7 @@ def test_the_demo_does_what_is_missing_and_writes_a_page_with_the_lead_picture_f
     for method, _ in Digits.rows:
         assert METHODS[method].name in page
     saved = {config.run_name: (tmp_path / "runs" / config.run_name / "result.json").stat() for config in configs}
-    monkeypatch.setattr(build, "write", lambda results, out, title, lead: out / "index.html")
+    monkeypatch.setattr(report, "write_report", lambda results, out, title, lead: out / "index.html")
     assert main(["demo", "--out", str(tmp_path), "--seeds", "1"]) == 0
     captured = capsys.readouterr()
     assert captured.err == ""
@@ -72,7 +71,7 @@ def test_json_is_one_object_and_nothing_else(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prepared(tmp_path)
-    monkeypatch.setattr(build, "write", lambda results, out, title, lead: out / "index.html")
+    monkeypatch.setattr(report, "write_report", lambda results, out, title, lead: out / "index.html")
     assert main(["demo", "--out", str(tmp_path), "--seeds", "1", "--json"]) == 0
     captured = capsys.readouterr()
     assert captured.err == ""
@@ -83,8 +82,8 @@ def test_json_is_one_object_and_nothing_else(
 def test_a_run_that_fails_is_reported_and_no_page_is_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def failing(configs: Sequence[Experiment], folder: Path, *_: object) -> list[sweep.Outcome]:
-        return [sweep.Outcome(folder / config.run_name, "OSError: the disk is on fire") for config in configs[:1]]
+    def failing(configs: Sequence[Experiment], folder: Path, *_: object) -> list[sweep.RunOutcome]:
+        return [sweep.RunOutcome(folder / config.run_name, "OSError: the disk is on fire") for config in configs[:1]]
 
     monkeypatch.setattr(demo, "sweep", failing)
     assert main(["demo", "--out", str(tmp_path), "--seeds", "1"]) == 1
@@ -107,7 +106,7 @@ def test_mistakes_are_noticed_before_the_work(
     def never(*_: object) -> None:
         raise AssertionError("the demo must not start")
 
-    monkeypatch.setattr(gaussian, "run", never)
+    monkeypatch.setattr(gaussian, "run_gaussian", never)
     (tmp_path / "file").write_text("kept")
     for arguments, message in (
         (["--seeds", "0"], "seeds must be an integer, at least 1, got 0"),

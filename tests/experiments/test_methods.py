@@ -9,7 +9,7 @@ from torch import nn
 
 from qlangevin import QTensor, lowering
 from qlangevin.experiments import chain
-from qlangevin.experiments.data.datasets import Data, load
+from qlangevin.experiments.data import Data, load_dataset
 from qlangevin.experiments.methods import METHODS, MethodName
 from qlangevin.experiments.presets import Digits
 from qlangevin.sampling.schedules import ConstantLR, CyclicalLR
@@ -33,12 +33,12 @@ PAPER = {
 
 @pytest.fixture(scope="module")
 def digits() -> Data:
-    return load("digits", limit_train=100, limit_test=10)
+    return load_dataset("digits", limit_train=100, limit_test=10)
 
 
 def small(method: MethodName, **options: object) -> Digits:
     shape: dict[str, object] = {"epochs": 5, "batch": 50, "samples": 4, "burn_in": 0.5, "cycles": 2, "cycle_samples": 1}
-    shape |= {"hidden": 6, "seed": 3, "format": "bfp8" if METHODS[method].low else None}
+    shape |= {"hidden": 6, "seed": 3, "format": "bfp8" if METHODS[method].low_precision else None}
     return Digits(method=method, **{**shape, **options})  # type: ignore[arg-type]
 
 
@@ -54,18 +54,21 @@ def test_the_table_is_the_papers() -> None:
 
 @pytest.mark.parametrize("name", METHODS)
 def test_a_chain_begins_with_sgd_in_its_own_precision(name: str) -> None:
-    how, first = METHODS[name], METHODS[METHODS[name].begins]
+    how, first = METHODS[name], METHODS[METHODS[name].starts_from]
     assert not first.noise
     assert not first.cyclical
     if how.noise:
-        assert (first.low, first.accumulator) == (how.low, how.accumulator)
+        assert (first.low_precision, first.accumulator) == (how.low_precision, how.accumulator)
         assert (first.rounding == "nearest") == (how.rounding == "nearest")
 
 
 @pytest.mark.parametrize("name", get_args(MethodName))
 def test_a_method_is_a_choice_of_the_samplers_settings(name: MethodName, digits: Data) -> None:
     config = small(name, temperature=0.25, lr=0.3, weight_decay=0.01)
-    parts, (noise, low, accumulator, rounding, cyclical) = chain.prepare(config, digits), PAPER[METHODS[name].name]
+    parts, (noise, low, accumulator, rounding, cyclical) = (
+        chain.prepare_chain(config, digits),
+        PAPER[METHODS[name].name],
+    )
     (group,) = parts.sampler.param_groups
     assert group["temperature"] == (0.25 if noise else 0)
     assert [str(group[kind]) for kind in ("weights", "gradients")] == ["bfp8" if low else "None"] * 2
@@ -100,7 +103,7 @@ def test_a_method_is_a_choice_of_the_samplers_settings(name: MethodName, digits:
 def test_weights_of_a_byte_or_more_are_packed_and_activations_follow(
     format: str, activations: str, packed: bool, inner: str, digits: Data
 ) -> None:
-    parts = chain.prepare(small("vc-sgldlp-l", format=format, activations=activations), digits)
+    parts = chain.prepare_chain(small("vc-sgldlp-l", format=format, activations=activations), digits)
     (group,) = parts.sampler.param_groups
     assert {isinstance(p, QTensor) for p in parts.model.parameters()} == {packed}
     assert (str(group["weights"]), str(group["gradients"])) == (format, format)
@@ -108,5 +111,5 @@ def test_weights_of_a_byte_or_more_are_packed_and_activations_follow(
 
 
 def test_full_precision_stays_so_whatever_is_asked_of_activations(digits: Data) -> None:
-    parts = chain.prepare(small("sgldfp", activations="bfp8"), digits)
+    parts = chain.prepare_chain(small("sgldfp", activations="bfp8"), digits)
     assert lowered(parts.model) == {"fp32"}

@@ -15,7 +15,7 @@ from torch.nn import Linear
 from qlangevin import SGLD
 from qlangevin.cli.main import main
 from qlangevin.experiments import run
-from qlangevin.experiments.data.datasets import load
+from qlangevin.experiments.data import load_dataset
 from qlangevin.experiments.methods import METHODS, MethodName
 from qlangevin.experiments.presets import EXPERIMENTS, Cifar10, Digits, Experiment, ImageNet, Imdb, from_json
 from qlangevin.sampling.schedules import ConstantLR, LinearDecayLR, StepDecayLR
@@ -47,7 +47,7 @@ def test_settings_are_those_of_the_paper(name: str) -> None:
 
 
 def test_networks_are_those_of_the_paper() -> None:
-    data = load("digits")
+    data = load_dataset("digits")
     for name, layers in (("mnist-logistic", [(64, 10)]), ("mnist-mlp", [(64, 100), (100, 10)])):
         model = EXPERIMENTS[name]().model(data)
         assert [(m.in_features, m.out_features) for m in model.modules() if isinstance(m, Linear)] == layers
@@ -73,16 +73,16 @@ def test_schedules_are_those_of_the_paper() -> None:
 
 def test_imagenet_is_sgd_and_then_sgld_at_the_rate_it_ends_with() -> None:
     config = ImageNet(method="sgldlp-f")
-    first = config.beginning
+    first = config.warm_start
     assert first == ImageNet(method="sgdlp-f")
-    assert first.beginning is None
+    assert first.warm_start is None
     sgd, sgld = schedule(first, 1), schedule(config, 2)
     assert isinstance(sgd, StepDecayLR)
     assert [sgd.factor(epoch) for epoch in (0, 29, 30, 59, 60, 89)] == pytest.approx([1, 1, 0.1, 0.1, 0.01, 0.01])
     assert config.first_lr == pytest.approx(first.first_lr * sgd.factor(89))
     assert isinstance(sgld, ConstantLR)
     assert sgld.moments == tuple(range(1, 21))  # 10 epochs
-    assert ImageNet(method="sgldfp").beginning == ImageNet(method="sgdfp")
+    assert ImageNet(method="sgldfp").warm_start == ImageNet(method="sgdfp")
 
 
 # ---- writing down
@@ -108,7 +108,7 @@ def configs() -> st.SearchStrategy[Experiment]:
         preset = drawn(st.sampled_from(list(EXPERIMENTS.values())))
         names = drawn(st.sets(st.sampled_from([f.name for f in fields(preset) if f.name != "format"])))
         given = {name: drawn(kinds.get(name, st.integers(1, 10**6))) for name in sorted(names)}
-        low = METHODS[given.get("method", "vc-sgldlp-l")].low
+        low = METHODS[given.get("method", "vc-sgldlp-l")].low_precision
         given |= {} if low or "wire" not in given else {"wire": "fp32"}
         return preset(**given, format=drawn(formats) if low else None)
 

@@ -16,13 +16,15 @@ import torch
 
 from qlangevin import QTensor, SampleStore, metrics
 from qlangevin.experiments import chain, run
-from qlangevin.experiments.data import datasets
+from qlangevin.experiments.data import make_loader
 from qlangevin.experiments.methods import METHODS, MethodName
-from qlangevin.experiments.presets import Digits, Experiment, ImageNet
-from qlangevin.experiments.report.results import checked
+from qlangevin.experiments.presets import Digits, Experiment, ImageNet, read_config
+from qlangevin.experiments.report.results import check_result
 from qlangevin.experiments.run import run_experiment
+from qlangevin.experiments.score import open_posterior
 from tests.helpers.official import imagenet
 from tests.helpers.processes import fork
+from tests.helpers.runs import read_files
 
 SMALL = Digits(
     format="bfp8", epochs=4, batch=25, lr=0.1, temperature=1.0, samples=9, burn_in=0.5, cycles=2, cycle_samples=2,
@@ -33,7 +35,7 @@ TINY = ImageNet(method="sgldlp-f", epochs=2, sampling_epochs=1, samples=2, batch
 
 
 def of(method: MethodName) -> Digits:
-    return replace(SMALL, method=method, format="bfp8" if METHODS[method].low else None)
+    return replace(SMALL, method=method, format="bfp8" if METHODS[method].low_precision else None)
 
 
 def lasting(result: dict[str, Any]) -> dict[str, Any]:
@@ -47,10 +49,6 @@ def kept(folder: Path) -> dict[str, bytes]:
     return {str(file.relative_to(folder)): file.read_bytes() for file in files}
 
 
-def everything(folder: Path) -> dict[str, bytes]:
-    return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
-
-
 # ---- what comes out
 
 
@@ -58,14 +56,14 @@ def everything(folder: Path) -> dict[str, bytes]:
 def test_every_method_gives_a_result_and_the_same_one_again(method: MethodName, tmp_path: Path) -> None:
     config, how = of(method), METHODS[method]
     result = run_experiment(config, tmp_path / "a")
-    checked(result, "the result")
+    check_result(result, "the result")
     assert result == json.loads((tmp_path / "a/result.json").read_text())
     assert result["settings"] == config.to_json()
     assert result["samples"] == (4 if how.cyclical else 9 if how.noise else 1)
     assert result["steps"] == STEPS
     assert result["data"]["note"] == "200 of 1197 training images, 120 of 600 test images"
     assert result["scaled"] == config.scaled
-    parts, exponents = (1 if how.low else 4) + (4 if how.accumulator else 0), 24 if how.low else 0
+    parts, exponents = (1 if how.low_precision else 4) + (4 if how.accumulator else 0), 24 if how.low_precision else 0
     assert result["memory"]["training"] == parts + exponents / 910
     assert lasting(run_experiment(config, tmp_path / "b")) == lasting(result)
     assert kept(tmp_path / "b") == kept(tmp_path / "a")
@@ -80,9 +78,9 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_scores_are_those_of_the_average_over_the_samples(whole: Path) -> None:
-    result, digits = run.read_result(whole), run.load(SMALL, None)
-    average = run.posterior(SMALL, digits, whole)
-    loader = datasets.loader(digits.test, 50, shuffle=False)
+    result, digits = run.read_result(whole), SMALL.load_data(None)
+    average = open_posterior(SMALL, digits, whole)
+    loader = make_loader(digits.test, 50, shuffle=False)
     expected = metrics.evaluate(average.predict_loader(loader, progress=False))
     assert expected.pop("count") == 120
     assert {name: result["scores"][name] for name in expected} == pytest.approx(expected, rel=1e-5)
@@ -240,27 +238,27 @@ def test_a_killed_run_ends_as_if_it_had_not_been(
 
 
 def test_a_finished_run_is_not_run_again(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before, result = everything(whole), run.read_result(whole)
+    before, result = read_files(whole), run.read_result(whole)
 
     def load(*_: object) -> None:
         raise AssertionError("there is nothing to load data for")
 
-    monkeypatch.setattr(run, "load", load)
+    monkeypatch.setattr(Digits, "load_data", load)
     assert run_experiment(SMALL, whole) == result
-    assert run.finished(SMALL, whole)
-    assert everything(whole) == before
+    assert run.is_finished(SMALL, whole)
+    assert read_files(whole) == before
 
 
 def test_the_folder_of_another_run_is_refused_and_stays_as_it_is(whole: Path) -> None:
-    before = everything(whole)
+    before = read_files(whole)
     message = (
         "holds another run: seed is 0 there and 1 here, lr is 0.1 there and 0.2 here; choose another folder with --out"
     )
     with pytest.raises(ValueError, match=message):
         run_experiment(replace(SMALL, seed=1, lr=0.2), whole)
     with pytest.raises(ValueError, match="holds another run: experiment is 'digits' there and 'imagenet' here"):
-        run.finished(TINY, whole)
-    assert everything(whole) == before
+        run.is_finished(TINY, whole)
+    assert read_files(whole) == before
 
 
 def test_a_folder_or_file_of_something_else_is_refused_and_stays_as_it_is(tmp_path: Path) -> None:
@@ -269,7 +267,7 @@ def test_a_folder_or_file_of_something_else_is_refused_and_stays_as_it_is(tmp_pa
     for place in ("thesis", "thesis/chapter.txt"):
         with pytest.raises(ValueError, match=f"{place} is there and holds something else; choose another folder with"):
             run_experiment(SMALL, tmp_path / place)
-    assert everything(tmp_path) == {"thesis/chapter.txt": b"It was a dark and stormy night."}
+    assert read_files(tmp_path) == {"thesis/chapter.txt": b"It was a dark and stormy night."}
 
 
 @pytest.mark.parametrize(
@@ -301,16 +299,16 @@ def test_a_damaged_configuration_is_noticed(content: str, message: str, tmp_path
     with pytest.raises(KeyboardInterrupt):
         run_experiment(SMALL, tmp_path / "run", progress=Watch(20, press))
     (tmp_path / "run/config.json").write_text(content)
-    before = everything(tmp_path)
+    before = read_files(tmp_path)
     with pytest.raises(ValueError, match=message):
         run_experiment(SMALL, tmp_path / "run")
-    assert everything(tmp_path) == before
+    assert read_files(tmp_path) == before
 
 
 def test_what_is_missing_or_damaged_in_a_run_is_noticed(whole: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=f"there is no run in {tmp_path}: it has no config.json"):
-        run.configuration(tmp_path)
-    assert run.configuration(whole) == SMALL
+        read_config(tmp_path)
+    assert read_config(whole) == SMALL
     with pytest.raises(KeyboardInterrupt):
         run_experiment(SMALL, tmp_path / "run", progress=Watch(25, press))
     (tmp_path / "run/checkpoint.safetensors").unlink()
@@ -351,19 +349,19 @@ def test_imagenets_sgld_begins_where_its_sgd_ends(photos: Path, tmp_path: Path) 
     first = run.read_result(tmp_path / "begin")
     assert first["settings"] == replace(TINY, method="sgdlp-f").to_json()
     assert (first["steps"], first["samples"]) == (6, 1)
-    parts = chain.prepare(TINY, run.load(TINY, photos), tmp_path / "begin")
+    parts = chain.prepare_chain(TINY, TINY.load_data(photos), tmp_path / "begin")
     last = SampleStore.open(tmp_path / "begin")[-1].decode()
     here = {**dict(parts.model.named_parameters()), **dict(parts.model.named_buffers())}
     assert last.keys() <= here.keys()
     for name, value in last.items():
         mine = here[name]
         assert torch.equal(mine.decode() if isinstance(mine, QTensor) else mine, value), name
-    fresh = dict(chain.prepare(TINY, run.load(TINY, photos)).model.named_parameters())["conv.weight"]
+    fresh = dict(chain.prepare_chain(TINY, TINY.load_data(photos)).model.named_parameters())["conv.weight"]
     assert isinstance(fresh, QTensor)
     assert not torch.equal(fresh.decode(), last["conv.weight"])
     assert parts.sampler.param_groups[0]["lr"] == pytest.approx(TINY.lr / 100)
-    checked(result, "the result")
-    checked(first, "the first result")
+    check_result(result, "the result")
+    check_result(first, "the first result")
 
 
 def test_imagenet_is_interrupted_in_either_part_and_goes_on(photos: Path, tmp_path: Path) -> None:
@@ -371,7 +369,7 @@ def test_imagenet_is_interrupted_in_either_part_and_goes_on(photos: Path, tmp_pa
     for after, part in ((3, "begin"), (9, ".")):  # six steps of SGD and their scores come before those of SGLD
         with pytest.raises(KeyboardInterrupt):
             run_experiment(TINY, tmp_path / "run", photos, Watch(after, press))
-        assert run.configuration(tmp_path / "run") == TINY  # so that --resume finds it
+        assert read_config(tmp_path / "run") == TINY  # so that --resume finds it
         assert (tmp_path / "run" / part / "checkpoint.safetensors").exists()
         assert (tmp_path / "run/begin/result.json").exists() == (part == ".")
     assert lasting(run_experiment(TINY, tmp_path / "run", photos)) == lasting(expected)

@@ -19,7 +19,8 @@ from qlangevin.cli import commands
 from qlangevin.cli.main import main
 from qlangevin.experiments import run
 from qlangevin.experiments.presets import EXPERIMENTS, Digits, MnistMLP
-from qlangevin.experiments.sweep import plan, sweep
+from qlangevin.experiments.sweep import plan_runs, sweep
+from tests.helpers.runs import read_files
 
 OPTIONS = {
     "epochs": 2,
@@ -39,10 +40,6 @@ COMMAND = [
 ]
 
 
-def everything(folder: Path) -> dict[str, bytes]:
-    return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
-
-
 # ---- which runs
 
 
@@ -60,10 +57,10 @@ def everything(folder: Path) -> dict[str, bytes]:
 )
 def test_a_plan_is_the_rows_of_the_paper(name: str, full: int, low: int) -> None:
     base = EXPERIMENTS[name](epochs=3)
-    one, three = plan(base, (), (), (7,)), plan(base, (), (), (0, 1, 2))
+    one, three = plan_runs(base, (), (), (7,)), plan_runs(base, (), (), (0, 1, 2))
     assert (len(one), len(three)) == (full + low, 3 * (full + low))
     assert len({config.run_name for config in three}) == len(three)
-    assert sum(config.low is None for config in one) == full
+    assert sum(config.weight_format is None for config in one) == full
     assert Counter(config.seed for config in three) == dict.fromkeys(range(3), full + low)
     assert {config.epochs for config in three} == {3}
 
@@ -71,28 +68,28 @@ def test_a_plan_is_the_rows_of_the_paper(name: str, full: int, low: int) -> None
 def test_the_mnist_rows_are_a_sweep_over_fractional_bits() -> None:
     formats = [f"fixed{2 + bits}.{bits}" for bits in (2, 4, 6, 8, 10, 12, 14)]
     methods = {"naive-sgldlp-l", "vc-sgldlp-l", "sgdlp-l", "sgldlp-f", "sgdlp-f"}
-    found = plan(MnistMLP(), (), (), (0,))
-    assert {(c.method, c.format) for c in found if c.low} == {(m, f) for m in methods for f in formats}
-    assert {c.method for c in found if not c.low} == {"sgldfp", "sgdfp"}
+    found = plan_runs(MnistMLP(), (), (), (0,))
+    assert {(c.method, c.format) for c in found if c.weight_format} == {(m, f) for m in methods for f in formats}
+    assert {c.method for c in found if not c.weight_format} == {"sgldfp", "sgdfp"}
 
 
 def test_methods_and_formats_make_a_grid_with_full_precision_once_a_seed() -> None:
-    found = plan(SMALL, ("sgdfp", "vc-sgldlp-l"), ("bfp8", "fixed8.6"), (3, 4))
+    found = plan_runs(SMALL, ("sgdfp", "vc-sgldlp-l"), ("bfp8", "fixed8.6"), (3, 4))
     rows = [("sgdfp", "fp32"), ("vc-sgldlp-l", "bfp8"), ("vc-sgldlp-l", "fixed8.6")]
     assert [(c.method, c.format, c.seed) for c in found] == [(*row, seed) for seed in (3, 4) for row in rows]
-    assert len(plan(MnistMLP(), ("sgdfp", "vc-sgldlp-l"), (), (0,))) == 1 + 7  # in all the paper's formats
-    assert {c.format for c in plan(SMALL, (), ("bfp4",), (0,))} == {"bfp4", "fp32"}
-    assert len(plan(SMALL, (), ("bfp4",), (0,))) == 7
+    assert len(plan_runs(MnistMLP(), ("sgdfp", "vc-sgldlp-l"), (), (0,))) == 1 + 7  # in all the paper's formats
+    assert {c.format for c in plan_runs(SMALL, (), ("bfp4",), (0,))} == {"bfp4", "fp32"}
+    assert len(plan_runs(SMALL, (), ("bfp4",), (0,))) == 7
 
 
 def test_nothing_is_planned_twice() -> None:
-    assert len(plan(SMALL, ("sgdfp", "sgdfp"), (), (0, 0))) == 1
-    assert len(plan(SMALL, ("vc-sgldlp-l",), ("bfp8", "bfp8e8"), (0,))) == 1  # two names of one format
+    assert len(plan_runs(SMALL, ("sgdfp", "sgdfp"), (), (0, 0))) == 1
+    assert len(plan_runs(SMALL, ("vc-sgldlp-l",), ("bfp8", "bfp8e8"), (0,))) == 1  # two names of one format
 
 
 def test_a_plan_needs_a_seed() -> None:
     with pytest.raises(ValueError, match=r"^a sweep needs at least one seed$"):
-        plan(SMALL, (), (), ())
+        plan_runs(SMALL, (), (), ())
 
 
 # ---- what is noticed before any of them
@@ -103,30 +100,30 @@ def never(*_: object) -> None:
 
 
 def test_what_is_done_is_not_done_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    configs = plan(SMALL, ("sgdfp", "sgldfp"), (), (0,))
+    configs = plan_runs(SMALL, ("sgdfp", "sgldfp"), (), (0,))
     for config in configs:
         run.run_experiment(config, tmp_path / config.run_name)
-    before, shares = everything(tmp_path), []
-    monkeypatch.setattr(run, "load", never)
+    before, shares = read_files(tmp_path), []
+    monkeypatch.setattr(Digits, "load_data", never)
     outcomes = sweep(configs, tmp_path, None, 2, 1, lambda label, share: shares.append(share))
     assert [(outcome.folder.name, outcome.error) for outcome in outcomes] == [(c.run_name, None) for c in configs]
     assert sum(shares) == 2
-    assert everything(tmp_path) == before
+    assert read_files(tmp_path) == before
 
 
 @pytest.mark.parametrize("jobs", [1, 3])
 def test_folders_of_other_runs_are_refused_before_any_run(jobs: int, tmp_path: Path) -> None:
-    configs = plan(SMALL, ("sgdfp", "sgldfp"), (), (0,))
+    configs = plan_runs(SMALL, ("sgdfp", "sgldfp"), (), (0,))
     run.run_experiment(replace(configs[1], lr=0.5), tmp_path / configs[1].run_name)
-    before = everything(tmp_path)
+    before = read_files(tmp_path)
     with pytest.raises(ValueError, match=r"sgldfp-fp32-seed0 holds another run: lr is 0.5 there and 0.1 here; choose"):
         sweep(configs, tmp_path, None, jobs, 1)
-    assert everything(tmp_path) == before
+    assert read_files(tmp_path) == before
 
 
 def test_data_that_are_not_there_are_missed_before_any_run(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="there is no MNIST in"):
-        sweep(plan(MnistMLP(), (), (), (0, 1)), tmp_path / "runs", tmp_path, 2, 1)
+        sweep(plan_runs(MnistMLP(), (), (), (0, 1)), tmp_path / "runs", tmp_path, 2, 1)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -137,7 +134,7 @@ def test_a_run_that_fails_does_not_stop_the_others(tmp_path: Path, capfd: pytest
     run.run_experiment(
         replace(SMALL, method="sgldfp", format=None, cycles=5, workers=1), tmp_path / "sgldfp-fp32-seed0"
     )
-    before = everything(tmp_path / "sgldfp-fp32-seed0")
+    before = read_files(tmp_path / "sgldfp-fp32-seed0")
     methods = ["--methods", "csgldfp", "sgldfp", "sgdfp", "--seeds", "0", "--jobs", "1", "--workers", "1", "--json"]
     assert main([*COMMAND, *methods, "--out", str(tmp_path)]) == 1
     captured = capfd.readouterr()
@@ -147,7 +144,7 @@ def test_a_run_that_fails_does_not_stop_the_others(tmp_path: Path, capfd: pytest
     assert failed.startswith(f"{tmp_path}/csgldfp-fp32-seed0: ValueError: cycles must be at most 4, got 5")
     assert captured.err == f"qlangevin: failed: {failed}\n"
     assert not (tmp_path / "csgldfp-fp32-seed0").exists()
-    assert everything(tmp_path / "sgldfp-fp32-seed0") == before
+    assert read_files(tmp_path / "sgldfp-fp32-seed0") == before
     assert multiprocessing.active_children() == []
 
 
@@ -175,7 +172,7 @@ def test_ctrl_c_ends_a_sweep_which_then_goes_on(
     until((folder / "checkpoint.safetensors").exists)
     os.killpg(process.pid, signal.SIGINT)  # a terminal sends it to all
     out, err = process.communicate(timeout=90)
-    assert (process.returncode, out, err) == (130, "", "qlangevin: interrupted; the same command goes on\n")
+    assert (process.returncode, out, err) == (130, "", "qlangevin: interrupted; the same command resumes\n")
     assert not (folder / "result.json").exists()
     monkeypatch.setattr(commands, "cores", lambda: 1)
     assert main(arguments) == 0
@@ -189,7 +186,7 @@ def test_ctrl_c_ends_a_sweep_which_then_goes_on(
 
 
 def test_a_worker_that_is_killed_is_reported(tmp_path: Path) -> None:
-    configs = plan(replace(SMALL, epochs=100_000), ("sgdfp", "sgldfp"), (), (0,))
+    configs = plan_runs(replace(SMALL, epochs=100_000), ("sgdfp", "sgldfp"), (), (0,))
 
     def kill(label: str, share: float) -> None:
         for child in multiprocessing.active_children():

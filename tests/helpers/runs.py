@@ -1,10 +1,18 @@
-"""Made-up results of runs, as `qlangevin run` saves them, for the tests of the report."""
+"""Runs for tests: the arguments of a tiny one, files of one, and made-up results as `qlangevin run` saves them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from random import Random
 from typing import Any
+
+import pytest
+
+from qlangevin.cli.main import main
+
+TINY = ["run", "digits", "--epochs", "2", "--batch", "50", "--samples", "2"]
+TINY += ["--limit-train", "100", "--limit-test", "40", "--hidden", "8"]
 
 # Method -> (NLL, further NLL for each gap of the grid); SGD is the worse calibrated.
 QUALITY = {
@@ -86,3 +94,19 @@ def sweep(
     """A sweep over fractional bits, with 2 integer bits, as in the paper."""
     low = [result for bits in widths for result in runs(experiment, FIVE, f"fixed{bits + 2}.{bits}", seeds)]
     return [*full(experiment, seeds), *low]
+
+
+def read_files(folder: Path) -> dict[str, bytes]:
+    """All files in and below a folder, by their relative paths."""
+    return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+
+
+def refused(arguments: list[str], capsys: pytest.CaptureFixture[str], code: int = 2) -> str:
+    """Run a command that must fail with one sentence on standard error and nothing else; return the sentence."""
+    assert main(arguments) == code
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    (line,) = captured.err.splitlines()
+    assert line.startswith("qlangevin: error: ")
+    assert "Traceback" not in line
+    return line.removeprefix("qlangevin: error: ")

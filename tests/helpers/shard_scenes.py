@@ -221,4 +221,10 @@ def refusals(ranks: Ranks, folder: str) -> Found:
     with pytest.raises(ValueError, match="its shards cut through blocks of bfp8/tensor"):
         ql.SGLD(matrix.parameters(), **SETTINGS, weights="bfp8/tensor")
     ql.SGLD(matrix.parameters(), **SETTINGS, weights="bfp8/4")
+    for model in (ql.pack(network(), "bfp8"), network()):
+        early = ql.SGLD(model.named_parameters(), **SETTINGS)
+        shard(model)
+        replaced = r"parameter '0\.weight': shard\(model\) has put another tensor in its place"
+        with pytest.raises(ValueError, match=replaced):
+            early.step()
     return {}

@@ -1,6 +1,8 @@
-"""The commands of ``qlangevin``: each a dataclass whose fields are the options and whose docstrings are the help.
+"""The commands of ``qlangevin``: each is a dataclass whose fields are the options and whose docstrings are the help.
 
 ``execute`` does the work, prints the result on standard output and returns the exit code; progress goes to standard error.
+Whatever takes long to import (torchmetrics, ArviZ, matplotlib, scikit-learn, rich, the report) is imported on first use, so that
+help is quick.
 """
 
 from __future__ import annotations
@@ -21,176 +23,183 @@ from .._progress import progress_bar
 from .._validate import check_integer
 from ..distributed.ranks import join
 from ..experiments import bound, demo, gaussian, presets, run
-from ..experiments.data.datasets import Name
+from ..experiments.data import DatasetName
 from ..experiments.environment import cores
-from ..experiments.evaluate import evaluate
 from ..experiments.methods import MethodName
-from ..experiments.plotting import check_picture, save
-from ..experiments.report import build
-from ..experiments.sweep import plan, sweep
+from ..experiments.plotting import check_path, save_figure
+from ..experiments.score import evaluate
+from ..experiments.sweep import plan_runs, sweep
 from . import display
+from .errors import fail, rank
 
-__all__ = ["Command", "Run"]
+__all__ = ["CommandLine", "Run"]
 
 Preset = TypeVar("Preset", bound=presets.Experiment)
 Runs: TypeAlias = Annotated[tuple[Path, ...], tyro.conf.Positional]
 
 
 @dataclass(frozen=True)
-class Gaussian(gaussian.Settings):
-    __doc__ = gaussian.Settings.__doc__
+class Gaussian(gaussian.GaussianSettings):
+    __doc__ = gaussian.GaussianSettings.__doc__
 
     out: Path = Path("results/gaussian.png")
-    """Where the picture goes; the suffix says what it is (png, pdf, svg)."""
+    """File of the picture; its suffix decides the kind (png, pdf, svg)."""
     json: bool = False
     """Print one JSON object instead of the table, and no progress."""
 
     def execute(self) -> int:
-        check_picture(self.out)
+        check_path(self.out)
         with join() as ranks:
-            share = self.total_steps / ranks.size  # of each about as much
+            share = self.total_steps / ranks.size  # each rank does about as many
             with progress_bar(share, shown=not self.json and ranks.first) as advance:
-                result = gaussian.run(self, advance, ranks)
+                result = gaussian.run_gaussian(self, advance, ranks)
         if not ranks.first:
             return 0
         try:
-            save(self.out, lambda path: gaussian.draw(result, path))
-        finally:  # whatever becomes of the picture, the numbers are not lost
+            save_figure(self.out, lambda path: gaussian.draw(result, path))
+        finally:  # print the numbers even if the picture cannot be saved
             rows = (dataclasses.asdict(row) | {"z": row.z} for row in result.rows)
             if self.json:
                 display.print_json(display.as_json("gaussian", self, rows))
             else:
-                display.tables(display.gaussian_table(result))
-                display.lines(*display.gaussian_remarks(self, result), f"picture: {self.out}")
+                display.print_tables(display.gaussian_table(result))
+                display.print_lines(*display.gaussian_remarks(self, result), f"picture: {self.out}")
         return 0
 
 
 @dataclass(frozen=True)
-class Bound(bound.Settings):
-    __doc__ = bound.Settings.__doc__
+class Bound(bound.BoundSettings):
+    __doc__ = bound.BoundSettings.__doc__
 
     out: Path = Path("results/bound.png")
-    """Where the picture goes; the suffix says what it is (png, pdf, svg)."""
+    """File of the picture; its suffix decides the kind (png, pdf, svg)."""
     json: bool = False
     """Print one JSON object instead of the tables, and no progress."""
 
     def execute(self) -> int:
-        check_picture(self.out)
+        check_path(self.out)
         with progress_bar(self.total_steps, shown=not self.json) as advance:
-            result = bound.run(self, advance)
+            result = bound.run_bound(self, advance)
         try:
-            save(self.out, lambda path: bound.draw(result, path))
+            save_figure(self.out, lambda path: bound.draw(result, path))
         finally:
             if self.json:
                 display.print_json(display.as_json("bound", self, map(dataclasses.asdict, result.rows)))
             else:
-                display.tables(display.bound_table(result), display.terms_table(self))
-                display.lines(*display.bound_remarks(self, result), f"picture: {self.out}")
+                display.print_tables(display.bound_table(result), display.terms_table(self))
+                display.print_lines(*display.bound_remarks(self, result), f"picture: {self.out}")
         return 0
 
 
 @dataclass(frozen=True)
-class Where:
-    """Where things are, and how to say what came out."""
+class Common:
+    """Folders, and the form of the output."""
 
     out: Path | None = None
     """Folder of the run, or of the runs of a sweep; by default below results/."""
     data_dir: Path | None = None
-    """Folder of the data set, or of several; $QLANGEVIN_DATA by default, else it is downloaded."""
+    """Folder of the data set, or of several; by default $QLANGEVIN_DATA, else the data set is downloaded."""
     json: bool = False
     """Print one JSON object instead of a table, and no progress."""
 
 
 @dataclass(frozen=True)
-class RunOne(Generic[Preset]):
-    config: Preset
-    where: Where
+class RunExperiment(Generic[Preset]):
+    """Run one experiment with one method."""
+
+    settings: Preset
+    common: Common
     resume: Path | None = None
-    """Go on with the run in this folder, with its own settings. The command that began it does so, too."""
+    """Resume the run in this folder, with its own settings. The command that started it resumes it, too."""
 
     def execute(self) -> int:
-        config, folder = self._chosen()
+        config, folder = self._choose()
         try:
             with join() as ranks:
-                shown = ranks.first and not self.where.json
+                shown = ranks.first and not self.common.json
                 with progress_bar(1.0, config.run_name, shown=shown) as advance:
-                    result = run.run_experiment(config, folder, self.where.data_dir, advance, ranks, cores())
+                    result = run.run_experiment(config, folder, self.common.data_dir, advance, ranks, cores())
         except KeyboardInterrupt:
-            return display.fail(f"interrupted; {self._again(config, folder)}", 130)
+            return fail(f"interrupted; {self._resume_hint(config, folder)}", 130)
         if not ranks.first:
             return 0
-        if self.where.json:
+        if self.common.json:
             display.print_json(result)
         else:
-            display.tables(display.scores_table(config.name, [result]))
-            display.lines(*display.result_remarks(result), f"run: {folder}")
+            display.print_tables(display.scores_table(config.name, [result]))
+            display.print_lines(*display.result_remarks(result), f"run: {folder}")
         return 0
 
-    def _again(self, config: presets.Experiment, folder: Path) -> str:
-        """How to go on."""
-        if not (folder / run.CONFIG).exists():
+    def _resume_hint(self, config: presets.Experiment, folder: Path) -> str:
+        """Return the words that tell the user how to resume."""
+        if not (folder / presets.CONFIG).exists():
             return "nothing was done yet"
-        if display.rank() is not None:
-            return "the same command goes on"
-        given = [] if self.where.data_dir is None else ["--data-dir", str(self.where.data_dir)]
-        return f"to go on: {shlex.join(['qlangevin', 'run', config.name, '--resume', str(folder), *given])}"
+        if rank() is not None:
+            return "the same command resumes"
+        given = [] if self.common.data_dir is None else ["--data-dir", str(self.common.data_dir)]
+        return f"to resume: {shlex.join(['qlangevin', 'run', config.name, '--resume', str(folder), *given])}"
 
-    def _chosen(self) -> tuple[presets.Experiment, Path]:
+    def _choose(self) -> tuple[presets.Experiment, Path]:
+        """Return configuration and folder: as given, or those of the run to resume."""
         if self.resume is None:
-            return self.config, self.where.out or Path("results", self.config.name, self.config.run_name)
-        config = run.configuration(self.resume)
-        if config.name != self.config.name:
-            raise ValueError(f"{self.resume} is a run of {config.name}, not of {self.config.name}")
-        if self.config not in (config, type(config)()) or self.where.out:
-            raise ValueError("--resume goes on with the settings the run has; leave the others out")
+            return self.settings, self.common.out or Path("results", self.settings.name, self.settings.run_name)
+        config = presets.read_config(self.resume)
+        if config.name != self.settings.name:
+            raise ValueError(f"{self.resume} is a run of {config.name}, not of {self.settings.name}")
+        if self.settings not in (config, type(config)()) or self.common.out:
+            raise ValueError("--resume takes the settings of the run; leave all others out")
         return config, self.resume
 
 
 @dataclass(frozen=True)
-class SweepOne(Generic[Preset]):
-    config: Preset
-    where: Where
+class SweepExperiment(Generic[Preset]):
+    """Run one experiment with several methods, formats and seeds."""
+
+    settings: Preset
+    common: Common
     methods: tuple[MethodName, ...] = ()
-    """Methods, all in each format; by default the rows of the paper's table or figure."""
+    """Methods, each in all formats; by default the rows of the paper's table or figure."""
     formats: tuple[str, ...] = ()
-    """Number formats; full precision needs none."""
+    """Number formats; methods in full precision need none."""
     seeds: tuple[int, ...] = (0, 1, 2)
-    """Seeds; each makes a run of every method and format."""
+    """Seeds; every method and format is run with each."""
     jobs: int | None = None
-    """Runs side by side; by default as many as there are cores."""
+    """Runs at the same time; by default as many as there are cores."""
 
     def execute(self) -> int:
         jobs = cores() if self.jobs is None else check_integer("jobs", self.jobs, 1)
-        configs = plan(self.config, self.methods, self.formats, self.seeds)
-        folder = self.where.out or Path("results", self.config.name)
+        configs = plan_runs(self.settings, self.methods, self.formats, self.seeds)
+        folder = self.common.out or Path("results", self.settings.name)
         threads = max(1, cores() // min(jobs, len(configs)))
         try:
-            with progress_bar(float(len(configs)), "sweep", shown=not self.where.json) as advance:
-                outcomes = sweep(configs, folder, self.where.data_dir, jobs, threads, advance)
+            with progress_bar(float(len(configs)), "sweep", shown=not self.common.json) as advance:
+                outcomes = sweep(configs, folder, self.common.data_dir, jobs, threads, advance)
         except KeyboardInterrupt:
-            return display.fail("interrupted; the same command goes on", 130)
+            return fail("interrupted; the same command resumes", 130)
         results = [run.read_result(outcome.folder) for outcome in outcomes if outcome.error is None]
         failed = [f"{outcome.folder}: {outcome.error}" for outcome in outcomes if outcome.error]
-        if self.where.json:
+        if self.common.json:
             display.print_json({"runs": results, "failed": failed})
         else:
-            display.tables(display.scores_table(self.config.name, results))
-            display.lines(f"{len(results)} of {len(configs)} runs done: {folder}", f"next: qlangevin report {folder}")
-        return display.fail(f"failed: {'; '.join(failed)}", 1) if failed else 0
+            display.print_tables(display.scores_table(self.settings.name, results))
+            display.print_lines(
+                f"{len(results)} of {len(configs)} runs done: {folder}", f"next: qlangevin report {folder}"
+            )
+        return fail(f"failed: {'; '.join(failed)}", 1) if failed else 0
 
 
 @dataclass(frozen=True)
 class Evaluate:
-    """Score the samples of finished or unfinished runs again, alone or as chains of one average."""
+    """Score the samples of finished or unfinished runs, alone or as chains of one average."""
 
     runs: Runs
     """Folders of runs."""
     together: bool = False
-    """Average over the samples of all runs, which must differ in nothing but the seed."""
-    ood: Name | None = None
-    """Data of another kind: how well uncertainty tells it apart (AUROC), such as fashion-mnist for mnist."""
+    """Average over the samples of all runs, which may differ only in the seed."""
+    ood: DatasetName | None = None
+    """Data set of another kind, such as fashion-mnist for mnist: measure how well uncertainty tells it apart (AUROC)."""
     limit_test: int | None = None
-    """Test with the first examples only; by default as the run."""
+    """Test on the first examples only; by default as in the run."""
     data_dir: Path | None = None
     """Folder of the data set, or of several."""
     json: bool = False
@@ -199,43 +208,45 @@ class Evaluate:
     def execute(self) -> int:
         if not self.runs:
             raise ValueError("give at least one folder of a run")
-        groups = [self.runs] if self.together else [(run,) for run in self.runs]
+        groups = [self.runs] if self.together else [(folder,) for folder in self.runs]
         with progress_bar(float(len(groups)), "evaluating", shown=not self.json) as advance:
-            found = [evaluate(g, self.data_dir, self.limit_test, self.ood, advance) for g in groups]
+            evaluated = [evaluate(group, self.data_dir, self.limit_test, self.ood, advance) for group in groups]
         if self.json:
-            display.print_json({"runs": found})
+            display.print_json({"runs": evaluated})
         else:
-            display.tables(display.evaluation_table(found))
+            display.print_tables(display.evaluation_table(evaluated))
         return 0
 
 
 @dataclass(frozen=True)
 class Report:
-    """Tables, figures and one HTML page from saved results, beside the paper's own numbers."""
+    """Make tables, figures and one HTML page of saved results, beside the paper's own numbers."""
 
     runs: Runs
     """Folders of runs, folders of such folders, result.json files or collections of results."""
     out: Path = Path("results/report")
     """Folder of the report."""
     title: str = "Low-precision SGLD: results"
-    """Its title."""
+    """Title of the report."""
     json: bool = False
     """Print one JSON object, with the verdicts on the paper's claims, instead of a line."""
 
     def execute(self) -> int:
-        results = build.load(self.runs)
-        page = build.write(results, self.out, self.title)
+        from ..experiments.report import claims, load_results, write_report
+
+        results = load_results(self.runs)
+        page = write_report(results, self.out, self.title)
         if self.json:
-            verdicts = [dataclasses.asdict(claim) for claim in build.claims(results)]
+            verdicts = [dataclasses.asdict(claim) for claim in claims(results)]
             display.print_json({"page": str(page), "runs": len(results), "claims": verdicts})
         else:
-            display.lines(f"{len(results)} runs: {page}")
+            display.print_lines(f"{len(results)} runs: {page}")
         return 0
 
 
 @dataclass(frozen=True)
-class Demo(demo.Settings):
-    __doc__ = demo.Settings.__doc__
+class Demo(demo.DemoSettings):
+    __doc__ = demo.DemoSettings.__doc__
 
     json: bool = False
     """Print one JSON object instead of the tables, and no progress."""
@@ -246,17 +257,17 @@ class Demo(demo.Settings):
         if self.json:
             display.print_json({"runs": made.results})
         else:
-            display.tables(display.gaussian_table(made.gaussian), display.means_table("digits", made.results))
-            display.lines(*demo.remarks(made))
+            display.print_tables(display.gaussian_table(made.gaussian), display.means_table("digits", made.results))
+            display.print_lines(*demo.remarks(made))
         return 0
 
 
 @dataclass(frozen=True)
 class Bench:
-    """Time and memory against the rivals; needs the source repository and `make bench`'s environment."""
+    """Measure time and memory against the baselines; needs the source repository and the environment of `make bench`."""
 
     arguments: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
-    """Passed on to benchmarks.run, such as the parts to run; `-- --help` shows them."""
+    """Arguments of benchmarks.run, such as the parts to run; `-- --help` lists them."""
 
     def execute(self) -> int:
         root = Path(__file__).parents[3]
@@ -268,8 +279,8 @@ class Bench:
         return subprocess.run(command, cwd=root, check=False).returncode
 
 
-def _named(kind: Any, *more: Any) -> Any:
-    """A union of subcommands: an experiment each."""
+def _subcommands(kind: Any, *more: Any) -> Any:
+    """Return the union of subcommands: ``kind`` of each experiment, and ``more``."""
     union = [
         Annotated[kind[preset], tyro.conf.subcommand(name, prefix_name=False, description=preset.__doc__)]
         for name, preset in presets.EXPERIMENTS.items()
@@ -277,16 +288,16 @@ def _named(kind: Any, *more: Any) -> Any:
     return functools.reduce(operator.or_, [*more, *union])
 
 
-Experiments: Any = _named(RunOne, Annotated[Gaussian, tyro.conf.subcommand("gaussian", prefix_name=False)])
-Sweeps: Any = _named(SweepOne)
+Experiments: Any = _subcommands(RunExperiment, Annotated[Gaussian, tyro.conf.subcommand("gaussian", prefix_name=False)])
+Sweeps: Any = _subcommands(SweepExperiment)
 
 
 @dataclass(frozen=True)
 class Run:
-    """Run an experiment of the paper with one method, or go on with it."""
+    """Run an experiment of the paper with one method, or resume a run."""
 
     experiment: Experiments
-    """Which one."""
+    """Experiment to run."""
 
     def execute(self) -> int:
         return self.experiment.execute()  # type: ignore[no-any-return]
@@ -294,21 +305,25 @@ class Run:
 
 @dataclass(frozen=True)
 class Sweep:
-    """Run an experiment with many methods, formats and seeds; what is done is skipped."""
+    """Run an experiment with several methods, formats and seeds; finished runs are skipped."""
 
     experiment: Sweeps
-    """Which one."""
+    """Experiment to run."""
 
     def execute(self) -> int:
         return self.experiment.execute()  # type: ignore[no-any-return]
 
 
-Command = (
-    Annotated[Demo, tyro.conf.subcommand("demo")]
-    | Annotated[Run, tyro.conf.subcommand("run")]
-    | Annotated[Sweep, tyro.conf.subcommand("sweep")]
-    | Annotated[Evaluate, tyro.conf.subcommand("evaluate")]
-    | Annotated[Report, tyro.conf.subcommand("report")]
-    | Annotated[Bound, tyro.conf.subcommand("bound")]
-    | Annotated[Bench, tyro.conf.subcommand("bench")]
-)
+@dataclass(frozen=True)
+class CommandLine:
+    """A command with its options."""
+
+    command: (
+        Annotated[Demo, tyro.conf.subcommand("demo", prefix_name=False)]
+        | Annotated[Run, tyro.conf.subcommand("run", prefix_name=False)]
+        | Annotated[Sweep, tyro.conf.subcommand("sweep", prefix_name=False)]
+        | Annotated[Evaluate, tyro.conf.subcommand("evaluate", prefix_name=False)]
+        | Annotated[Report, tyro.conf.subcommand("report", prefix_name=False)]
+        | Annotated[Bound, tyro.conf.subcommand("bound", prefix_name=False)]
+        | Annotated[Bench, tyro.conf.subcommand("bench", prefix_name=False)]
+    )

@@ -1,60 +1,54 @@
-"""The command ``qlangevin``: parse the arguments, run the command they name, turn what goes wrong into a sentence.
+"""The command ``qlangevin``: parse the arguments, execute the command they name, report an error in one sentence.
 
 Exit codes: 0 done, 1 something could not be done or saved, 2 bad input, 130 interrupted.
 """
 
 from __future__ import annotations
 
-import io
 import sys
 from collections.abc import Sequence
-from contextlib import redirect_stderr
-from typing import Any
-
-import tyro
 
 from .._version import __version__
 from ..distributed.ranks import MissingRankError
-from . import display
-from .commands import Command, Run
+from .errors import describe_error, fail, rank
 
 __all__ = ["main"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit code."""
+    """Execute the command line and return the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments == ["--version"]:
         print(f"qlangevin {__version__}")
         return 0
     try:
-        command = _parsed(arguments)
-        if command is not None and not isinstance(command, Run) and display.rank() is not None:
-            raise ValueError(f"qlangevin {arguments[0]} is for one process; torchrun is for qlangevin run")
-        return 0 if command is None else command.execute()
+        return _execute(arguments)
+    except SystemExit as exit:  # tyro has printed the help, or its objection to the arguments
+        return exit.code if isinstance(exit.code, int) else 2
     except (ValueError, FileNotFoundError, FileExistsError, NotADirectoryError, MissingRankError) as error:
-        return display.fail(f"error: {display.sentence(error)}", 2)
+        return fail(f"error: {describe_error(error)}", 2)
     except (OSError, ArithmeticError, RuntimeError, MemoryError) as error:
-        return display.fail(f"error: {display.sentence(error)}", 1)
+        return fail(f"error: {describe_error(error)}", 1)
     except KeyboardInterrupt:
-        return display.fail("interrupted", 130)
+        return fail("interrupted", 130)
 
 
-def _parsed(arguments: Sequence[str]) -> Any:
-    """The command that was given; None if it was for help, which is printed. What tyro has against it is a ValueError."""
+def _execute(arguments: Sequence[str]) -> int:
+    """Parse and execute a command; its modules are imported here, so that Ctrl-C meanwhile is handled and --version is quick."""
+    import tyro
+
+    from .commands import CommandLine, Run
+
     names = {argument.partition("=")[0] for argument in arguments}
     if arguments[:1] == ["sweep"] and names & {"--method", "--format", "--seed"}:
         raise ValueError("a sweep takes several: --methods, --formats, --seeds instead of --method, --format, --seed")
-    with redirect_stderr(io.StringIO()) as said:
-        try:
-            return tyro.cli(
-                Command,
-                prog="qlangevin",
-                description="Low-precision stochastic gradient Langevin dynamics. --version prints the version.",
-                args=arguments,
-                config=(tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone, tyro.conf.OmitArgPrefixes),
-            )
-        except SystemExit as stop:
-            if stop.code:
-                raise ValueError(display.complaint(said.getvalue())) from None
-            return None
+    line = tyro.cli(
+        CommandLine,
+        prog="qlangevin",
+        description="Low-precision stochastic gradient Langevin dynamics. --version prints the version.",
+        args=arguments,
+        config=(tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone, tyro.conf.OmitArgPrefixes),
+    )
+    if not isinstance(line.command, Run) and rank() is not None:
+        raise ValueError(f"qlangevin {arguments[0]} is for one process; torchrun is for qlangevin run")
+    return line.command.execute()

@@ -1,1 +1,1 @@
-"""The paper's experiments, reproduced: one a module, each with settings, a `run` that returns rows, and a picture."""
+"""The paper's experiments: configurations (`presets`), a run of one (`run`) or many (`sweep`), Figure 1, the bounds, reports."""

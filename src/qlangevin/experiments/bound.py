@@ -1,8 +1,8 @@
-"""Theorems 1, 2 and 3 beside what the chains do: W2 to a standard Gaussian, U(θ) = θ²/2, in fixed point.
+"""Theorems 1, 2 and 3 compared with the chains: W2 to a standard Gaussian, U(θ) = θ²/2, in fixed point.
 
-    bound      what the theorem allows after infinitely many steps
-    exact      the stationary law of the chain, solved for
-    sampled    many chains side by side, as in Figure 1: from the target, with the same burn-in
+    bound      the bound of the theorem after infinitely many steps
+    exact      the distance of the stationary law of the chain, computed without sampling
+    sampled    the distance of many parallel chains, started from the target as in Figure 1, with the same burn-in
 
 For this target m = M = 1 and Ψ = 0, and gradients lie on the grid already: Δ_G = 0. There are two panels: W2 against
 the stepsize in one format, and against the number of fractional bits at one stepsize. As α goes to 0 the distance of
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.lines import Line2D
 
-__all__ = ["Result", "Row", "Settings", "draw", "run", "terms"]
+__all__ = ["BoundResult", "BoundRow", "BoundSettings", "draw", "run_bound", "terms"]
 
 MAX_STEPSIZE = 1.0  # 2/(m + M)
 GREY, DASHES = "#777777", (0, (5, 2.5))
@@ -45,26 +45,26 @@ DOTS: dict[str, Any] = {
 
 
 @dataclass(frozen=True)
-class Settings:
+class BoundSettings:
     """Theorems 1 to 3 beside the exact law and samples, for a standard Gaussian.
 
     Shows the 2-Wasserstein distance against the stepsize and against the number of fractional bits.
     """
 
     stepsizes: tuple[float, ...] = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0)
-    """The stepsizes α of the first panel."""
+    """Stepsizes α of the first panel."""
     format: str = "fixed8.3"
-    """Its number format: fixed point up to 12 bits. Weights are clipped to its range, of which the theorems know nothing."""
+    """Number format of the first panel: fixed point up to 12 bits. The theorems ignore that weights are clipped to its range."""
     frac: tuple[int, ...] = (1, 2, 3, 4, 5, 6)
-    """The numbers of fractional bits of the second panel."""
+    """Numbers of fractional bits of the second panel."""
     integer: int = 5
-    """Bits before the point in the second panel, the sign among them: fixed8.3 has 5."""
+    """Bits before the point in the second panel, including the sign: fixed8.3 has 5."""
     stepsize: float = 1e-3
     """Stepsize of the second panel."""
     chains: int = 5000
     """Parallel chains; 0 for no sampling."""
     max_steps: int = 5000
-    """Sample only where 4.5/α, burn-in included, is at most so many steps."""
+    """Sample only where 4.5/α, burn-in included, is at most this many steps."""
     seed: int = 0
     """Seed of the random numbers."""
 
@@ -93,7 +93,7 @@ class Settings:
 
     @property
     def formats(self) -> tuple[str, ...]:
-        """Those of the second panel."""
+        """Formats of the second panel."""
         return tuple(f"fixed{self.integer + frac}.{frac}" for frac in self.frac)
 
     @property
@@ -102,12 +102,12 @@ class Settings:
         pairs = [(self.format, alpha) for alpha in self.stepsizes] + [(name, self.stepsize) for name in self.formats]
         return tuple(dict.fromkeys(pairs))
 
-    def sampling(self, format: str, alpha: float) -> gaussian.Settings | None:
-        """How a case is sampled, None if it is not."""
+    def sampling(self, format: str, alpha: float) -> gaussian.GaussianSettings | None:
+        """Return the settings for sampling a case; None if it is not sampled."""
         if self.chains == 0 or 4.5 / alpha > self.max_steps:
             return None
-        low, high = Key(self.seed).fold(self.cases.index((format, alpha))).bits  # each case has its own randomness
-        return gaussian.Settings((alpha,), format, self.chains, seed=low | high << 32)
+        low, high = Key(self.seed).fold(self.cases.index((format, alpha))).bits  # each case has its own random stream
+        return gaussian.GaussianSettings((alpha,), format, self.chains, seed=low | high << 32)
 
     @property
     def gap(self) -> float:
@@ -120,7 +120,7 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Row:
+class BoundRow:
     """W2 of one method in one format at one stepsize; None where it is not known exactly, or was not sampled."""
 
     format: str
@@ -134,28 +134,28 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Result:
-    """The rows, and the W2 of as many draws from the target as there are chains, which sampling hardly falls below."""
+class BoundResult:
+    """The rows, and the W2 of as many draws from the target as there are chains, the least that sampling can resolve."""
 
-    settings: Settings
-    rows: tuple[Row, ...]
+    settings: BoundSettings
+    rows: tuple[BoundRow, ...]
     resolution: float | None
 
 
-def run(settings: Settings, progress: Callable[[str, int], None] = lambda label, steps: None) -> Result:
-    """All three for all cases. ``progress`` is told what runs, and how many steps more are done."""
-    rows: list[Row] = []
+def run_bound(settings: BoundSettings, progress: Callable[[str, int], None] = lambda label, steps: None) -> BoundResult:
+    """Compute bound, exact and sampled distances. ``progress`` receives a label and the number of steps just taken."""
+    rows: list[BoundRow] = []
     for format, alpha in settings.cases:
         how = settings.sampling(format, alpha)
-        sampled = {row.method: row for row in gaussian.run(how, progress).rows} if how else {}
+        sampled = {row.method: row for row in gaussian.run_gaussian(how, progress).rows} if how else {}
         rows += [_row(format, alpha, method, sampled.get(method)) for method in gaussian.METHODS]
-    return Result(settings, tuple(rows), _resolution(settings) if settings.total_steps else None)
+    return BoundResult(settings, tuple(rows), _resolution(settings) if settings.total_steps else None)
 
 
-def _row(format: str, alpha: float, method: str, sampled: gaussian.Row | None) -> Row:
+def _row(format: str, alpha: float, method: str, sampled: gaussian.GaussianRow | None) -> BoundRow:
     fixed = _fixed(format)
     known = (sampled.exact_variance, sampled.exact_w2) if sampled else gaussian.exact(method, alpha, format)
-    return Row(
+    return BoundRow(
         format=format,
         frac=fixed.frac,
         stepsize=alpha,
@@ -168,13 +168,13 @@ def _row(format: str, alpha: float, method: str, sampled: gaussian.Row | None) -
 
 
 def limit(method: str, alpha: float, gap: float) -> float:
-    """The theorem's bound after infinitely many steps."""
+    """Return the theorem's bound after infinitely many steps."""
     constants = theory.Constants(1.0, 1.0, gradient=mean_gradient(alpha, gap))
     return theory.bound(method, constants, alpha, gap).floor
 
 
 def mean_gradient(alpha: float, gap: float) -> float:
-    """G: what E|θ| is at most, in every step of VC SGLDLP-L from the target on.
+    """Return G, an upper bound of E|θ| in every step of VC SGLDLP-L that starts from the target.
 
     E|θ| ≤ √S, and S = E[θ²] becomes (1-α)² S + E[max(2α, v_s)] ≤ (1-α)² S + 2α + αΔ√S: so √S never exceeds the root of
     (2 - α) S = 2 + Δ√S.
@@ -183,13 +183,13 @@ def mean_gradient(alpha: float, gap: float) -> float:
 
 
 def _distance(method: str, known: gaussian.Exact) -> float | None:
-    """W2 of the stationary law. SGLDLP-F, as far as its variance V is known, has N(0, V), at a distance of |√V - 1|."""
+    """Return W2 of the stationary law. That of SGLDLP-F is N(0, V), as far as V is known, at a distance of |√V - 1|."""
     variance, w2 = known
     return abs(math.sqrt(variance) - 1) if method == "SGLDLP-F" and variance is not None else w2
 
 
-def _resolution(settings: Settings, times: int = 16) -> float:
-    """Root of the mean W2² of that many independent draws, over some repetitions."""
+def _resolution(settings: BoundSettings, times: int = 16) -> float:
+    """Return the root mean square W2 of as many independent draws as there are chains, over some repetitions."""
     draws = random.normal(Key(settings.seed), times * settings.chains).double().view(times, -1).sort().values
     share = torch.full_like(draws[0], 1 / settings.chains)
     return math.sqrt(sum(theory.wasserstein2(row, share, Normal(0.0, 1.0)) ** 2 for row in draws) / times)
@@ -209,15 +209,15 @@ def terms(
     steps: int | None = None,
     start: float = 0.0,
 ) -> dict[str, theory.Bound]:
-    """The bounds of all three methods for any target, term by term; the arguments are those of `theory.bound`."""
+    """Return the bounds of all three methods, term by term; the arguments are those of `theory.bound`."""
     return {
         name: theory.bound(name, constants, stepsize, weight_gap, gradient_gap, steps, start)
         for name in gaussian.METHODS
     }
 
 
-def draw(result: Result, path: Path) -> None:
-    """The picture: bounds as dashed lines, exact distances as solid ones, samples as dots, a colour for each method."""
+def draw(result: BoundResult, path: Path) -> None:
+    """Draw bounds as dashed lines, exact distances as solid ones, samples as dots, a colour for each method."""
     from matplotlib.figure import Figure  # without pyplot: no window system, no global state
 
     settings, rows = result.settings, result.rows
@@ -225,14 +225,14 @@ def draw(result: Result, path: Path) -> None:
     left, right = figure.subplots(1, 2, sharey=True)
     figure.suptitle("Distance to a standard Gaussian: what the theorems allow, and what the chains do", fontsize=13)
     for method in gaussian.METHODS:
-        _by_stepsize(left, result, method)
-        _by_bits(right, result, method)
+        _draw_by_stepsize(left, result, method)
+        _draw_by_bits(right, result, method)
     left.set(xscale="log", xlabel="stepsize α", ylabel="2-Wasserstein distance")
     left.set_title(f"in {settings.format}", fontsize=11)
     right.set_xlabel("fractional bits F, Δ = 2$^{-F}$")
     right.set_title(f"at α = {settings.stepsize:g}, with {settings.integer} bits before the point", fontsize=11)
     right.xaxis.get_major_locator().set_params(integer=True)
-    least = min(row.exact for row in rows if row.exact and row.method != "SGLDLP-F")  # that one goes on like α/4
+    least = min(row.exact for row in rows if row.exact and row.method != "SGLDLP-F")  # which falls like α/4
     for ax in (left, right):
         ax.set(yscale="log", ylim=(min(1e-4, least / 2), 2.5 * max(row.bound for row in rows)))
         ax.spines[["top", "right"]].set_visible(False)
@@ -245,36 +245,38 @@ def draw(result: Result, path: Path) -> None:
     figure.savefig(path)
 
 
-def _by_stepsize(ax: Axes, result: Result, method: str) -> None:
+def _draw_by_stepsize(ax: Axes, result: BoundResult, method: str) -> None:
+    """Draw one method in the first panel."""
     settings = result.settings
     gap, low, high = settings.gap, min(settings.stepsizes), max(settings.stepsizes)
     alphas = [min(high, low * (high / low) ** (k / 400)) for k in range(401)]
     here = {row.stepsize: row for row in result.rows if row.method == method and row.format == settings.format}
-    _curves(ax, method, alphas, [limit(method, alpha, gap) for alpha in alphas], settings.stepsizes, here)
+    _draw_curves(ax, method, alphas, [limit(method, alpha, gap) for alpha in alphas], settings.stepsizes, here)
     if method == "VC SGLDLP-L" and low < gap * gap / 8 < high:
         _mark(ax, gap * gap / 8, limit(method, gap * gap / 7.99, gap))
 
 
-def _by_bits(ax: Axes, result: Result, method: str) -> None:
+def _draw_by_bits(ax: Axes, result: BoundResult, method: str) -> None:
+    """Draw one method in the second panel."""
     settings = result.settings
     alpha, low, high = settings.stepsize, min(settings.frac), max(settings.frac)
     bits = [low + (high - low) * k / 400 for k in range(401)]
     rows = [row for row in result.rows if row.method == method and row.stepsize == alpha]
     here = {float(row.frac): row for row in rows if row.format in settings.formats}
-    _curves(ax, method, bits, [limit(method, alpha, 2.0**-frac) for frac in bits], settings.frac, here)
+    _draw_curves(ax, method, bits, [limit(method, alpha, 2.0**-frac) for frac in bits], settings.frac, here)
     if method == "VC SGLDLP-L" and low < (frac := -math.log2(8 * alpha) / 2) < high:
         _mark(ax, frac, limit(method, alpha, 2.0 ** -(frac + 1e-3)))
 
 
 def _mark(ax: Axes, x: float, y: float) -> None:
-    """Where Q^vc, and with it Theorem 3, changes from one case to the other."""
+    """Mark where Q^vc, and with it Theorem 3, changes from one case to the other."""
     ax.text(x, 1.2 * y, "2α = Δ²/4", ha="center", va="bottom", fontsize=8.5, color=gaussian.COLOURS["VC SGLDLP-L"])
 
 
-def _curves(
-    ax: Axes, method: str, x: list[float], allowed: list[float], places: Sequence[float], rows: Mapping[float, Row]
+def _draw_curves(
+    ax: Axes, method: str, x: list[float], allowed: list[float], places: Sequence[float], rows: Mapping[float, BoundRow]
 ) -> None:
-    """The bound, known everywhere, and what is known at some places; a missing number leaves a gap."""
+    """Draw the bound, known everywhere, and the distances known at some points; a missing number leaves a gap."""
     colour, at = gaussian.COLOURS[method], sorted(places)
     ax.plot(x, allowed, color=colour, linewidth=1.4, linestyle=DASHES)
     ax.plot(at, [_or_nan(rows[place].exact) for place in at], color=colour, linewidth=2.2)
@@ -285,8 +287,8 @@ def _or_nan(value: float | None) -> float:
     return math.nan if value is None else value
 
 
-def _legend(result: Result) -> list[Line2D]:
-    """What the colours are, in the upper row, and what the kinds of lines are, in the lower."""
+def _legend(result: BoundResult) -> list[Line2D]:
+    """Return the legend: colours in the upper row, kinds of lines in the lower."""
     from matplotlib.lines import Line2D
 
     names = [

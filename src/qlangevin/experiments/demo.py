@@ -1,12 +1,11 @@
-"""In a minute: why rounding noise must be corrected, on a Gaussian one can solve and on digits one can read.
+"""The paper in a minute: the Gaussian of Figure 1, then the paper's methods on small digits, as an HTML report.
 
-The Gaussian of Figure 1 comes first. Then the paper's methods in 8 bits, and SGD and SGLD in full precision, on scikit-learn's
-digits with a network of one hidden layer.
+The digits are those of scikit-learn, the network has one hidden layer. The methods run in 8 bits, SGD and SGLD also in full
+precision.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,12 +13,12 @@ from typing import Any
 from .._validate import check_integer
 from . import gaussian, run
 from .environment import cores
-from .plotting import save
+from .plotting import save_figure
 from .presets import Digits
-from .report import build
-from .sweep import plan, sweep
+from .processes import Progress, ignore_progress
+from .sweep import plan_runs, sweep
 
-__all__ = ["Demo", "Settings", "remarks", "run_demo"]
+__all__ = ["DemoResult", "DemoSettings", "remarks", "run_demo"]
 
 LEAD = (
     "An 8-bit weight can only be a multiple of the gap Δ, so every step of a sampler has to round. Rounding is noise of its own, "
@@ -34,15 +33,15 @@ CAPTION = (
 
 
 @dataclass(frozen=True)
-class Settings:
+class DemoSettings:
     """The paper in a minute: Figure 1, and its methods in 8 bits on small digits, as an HTML report."""
 
     out: Path = Path("results/demo")
-    """Folder of the report and the runs; runs that are there already are not done again."""
+    """Folder of the report and the runs; finished runs are skipped."""
     seeds: int = 2
     """Runs of each method on digits."""
     jobs: int | None = None
-    """Runs side by side; by default as many as there are cores."""
+    """Runs at the same time; by default as many as there are cores."""
 
     def __post_init__(self) -> None:
         check_integer("seeds", self.seeds, 1)
@@ -50,42 +49,45 @@ class Settings:
             check_integer("jobs", self.jobs, 1)
 
     @property
-    def gaussian(self) -> gaussian.Settings:
-        return gaussian.Settings(chains=2000)
+    def gaussian(self) -> gaussian.GaussianSettings:
+        """Settings of Figure 1: fewer chains than by default."""
+        return gaussian.GaussianSettings(chains=2000)
 
     @property
     def work(self) -> float:
-        """What the progress is a part of: the Gaussian counts as much as half of the runs."""
+        """Total of the progress, in runs: the Gaussian counts as much as half of them."""
         return 1.5 * self.seeds * len(Digits.rows)
 
 
 @dataclass(frozen=True, eq=False)
-class Demo:
-    """What came out."""
+class DemoResult:
+    """Rows of the Gaussian, results on the digits, and the page of the report."""
 
-    gaussian: gaussian.Result
+    gaussian: gaussian.GaussianResult
     results: list[dict[str, Any]]
     page: Path
 
 
-def run_demo(settings: Settings, progress: Callable[[str, float], None] = lambda label, share: None) -> Demo:
+def run_demo(settings: DemoSettings, progress: Progress = ignore_progress) -> DemoResult:
     """Sample, save the runs and the report. Raises RuntimeError if a run fails."""
+    from .report import Lead, write_report  # only here: --help imports this module, and must be quick
+
     figure, share = settings.out / "gaussian.png", settings.work / 3 / settings.gaussian.total_steps
-    run.load(Digits(), None)  # what is not installed is missed at once
+    Digits().load_data(None)  # fails at once if scikit-learn is not installed
     settings.out.mkdir(parents=True, exist_ok=True)
-    first = gaussian.run(settings.gaussian, lambda label, steps: progress(label, steps * share))
-    save(figure, lambda path: gaussian.draw(first, path))
-    configs = plan(Digits(), (), (), range(settings.seeds))
+    rows = gaussian.run_gaussian(settings.gaussian, lambda label, steps: progress(label, steps * share))
+    save_figure(figure, lambda path: gaussian.draw(rows, path))
+    configs = plan_runs(Digits(), (), (), range(settings.seeds))
     outcomes = sweep(configs, settings.out / "runs", None, settings.jobs or cores(), 1, progress)
     if failed := [f"{outcome.folder}: {outcome.error}" for outcome in outcomes if outcome.error]:
         raise RuntimeError("; ".join(failed))
     results = [run.read_result(outcome.folder) for outcome in outcomes]
-    lead = build.Lead(figure, CAPTION, LEAD)
-    return Demo(first, results, build.write(results, settings.out, "Why rounding noise must be corrected", lead))
+    lead = Lead(figure, CAPTION, LEAD)
+    return DemoResult(rows, results, write_report(results, settings.out, "Why rounding noise must be corrected", lead))
 
 
-def remarks(made: Demo) -> list[str]:
-    """What to look at."""
+def remarks(made: DemoResult) -> list[str]:
+    """Return the remarks that explain the tables."""
     return [
         "Gaussian: the target has variance 1; naive rounding makes it wider, the more so the smaller the step",
         "digits: mean over seeds; bytes a weight are of weights and sampler state, without gradients",

@@ -1,4 +1,4 @@
-"""What computed a result. It changes how long things take, and the last bits of sums; not what the numbers mean."""
+"""Machine and software that compute a result. They decide how long it takes, and the last bits of sums."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["cores", "environment", "processor"]
 
 
 def environment() -> dict[str, Any]:
-    """For a result: processor, cores, kernels, threads, version of PyTorch."""
+    """Return processor, cores, kernels, threads and version of PyTorch, to be recorded in a result."""
     kernels = f"native ({native.level()})" if native.available else "PyTorch (native kernels not installed)"
     threads = torch.get_num_threads()
     return {
@@ -28,12 +28,12 @@ def environment() -> dict[str, Any]:
 
 
 def cores() -> int:
-    """How many this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def processor() -> str:
-    """The name of the processor, as far as the system tells."""
+    """Return the name of the processor, as far as the system tells."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

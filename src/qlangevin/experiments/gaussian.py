@@ -1,15 +1,15 @@
-"""Figure 1 of the paper: three ways of low-precision SGLD on a standard Gaussian, U(θ) = θ²/2, in 8-bit fixed point.
+"""Figure 1 of the paper: three variants of low-precision SGLD on a standard Gaussian, U(θ) = θ²/2, in 8-bit fixed point.
 
     SGLDLP-F         θ' = θ - α Q^s(θ) + √(2α) ξ            θ in full precision
     naive SGLDLP-L   θ' = Q^s(θ - αθ + √(2α) ξ)             θ on the grid
     VC SGLDLP-L      θ' = Q^vc(θ - αθ, 2α)                  θ on the grid
 
-The gradient of U is the weight itself and lies on the grid already, so that Q_G changes nothing. What is looked at is θ:
-for SGLDLP-F the accumulator, which is what Theorem 1 speaks of.
+The gradient of U is the weight itself and lies on the grid already, so that Q_G changes nothing. The samples are θ; for
+SGLDLP-F that is the accumulator, the subject of Theorem 1.
 
-Many chains run side by side as one tensor. They start as draws from the target, rounded to the grid. That is where
-SGLDLP-F and VC SGLDLP-L should stay, so that only the naive chains have a way to go: what is left of the start in their
-variance falls as exp(-2αk), and the default burn-in of 3/α steps leaves 0.2 % of it, far less than a standard error.
+Many chains run in parallel as one tensor. They start as draws from the target, rounded to the grid. SGLDLP-F and VC SGLDLP-L
+should stay there, so that only the naive chains need a burn-in: the influence of the start on their variance falls as
+exp(-2αk), and the default burn-in of 3/α steps leaves 0.2 % of it, far less than a standard error.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from ..quantization.random import Key
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["METHODS", "Result", "Row", "Settings", "draw", "run"]
+__all__ = ["METHODS", "GaussianResult", "GaussianRow", "GaussianSettings", "draw", "run_gaussian"]
 
-RECORDS = 200  # times each chain is looked at; between them it forgets little, so that more would tell little
+RECORDS = 200  # times each chain is recorded; more would add little, since successive records are correlated
 MAX_STEPS = 10**8
 
 Step: TypeAlias = Callable[[Tensor, float, Tensor, Format, Key], Tensor]  # (θ, α, 2α, format, key) -> θ'
@@ -45,15 +45,18 @@ Exact: TypeAlias = tuple[float | None, float | None]  # variance and W2
 
 
 def sgldlp_f(theta: Tensor, alpha: float, variance: Tensor, format: Format, key: Key) -> Tensor:
+    """Step SGLDLP-F: θ' = θ - α Q^s(θ) + √(2α) ξ."""
     weights = quantize(theta, format, "stochastic", key)
     return corrected(theta - alpha * weights, variance, FP32, key)  # on float32 Q^vc only adds the noise
 
 
 def naive_sgldlp_l(theta: Tensor, alpha: float, variance: Tensor, format: Format, key: Key) -> Tensor:
+    """Step naive SGLDLP-L: θ' = Q^s(θ - αθ + √(2α) ξ)."""
     return quantize(corrected(theta - alpha * theta, variance, FP32, key), format, "stochastic", key)
 
 
 def vc_sgldlp_l(theta: Tensor, alpha: float, variance: Tensor, format: Format, key: Key) -> Tensor:
+    """Step VC SGLDLP-L: θ' = Q^vc(θ - αθ, 2α)."""
     return corrected(theta - alpha * theta, variance, format, key)
 
 
@@ -61,14 +64,14 @@ METHODS: dict[str, Step] = {"SGLDLP-F": sgldlp_f, "naive SGLDLP-L": naive_sgldlp
 
 
 @dataclass(frozen=True)
-class Settings:
+class GaussianSettings:
     """Figure 1: SGLDLP-F, naive SGLDLP-L and VC SGLDLP-L on a standard Gaussian.
 
     Samples each method with many parallel chains and compares with the exact stationary law.
     """
 
     stepsizes: tuple[float, ...] = (1e-3, 1e-4)
-    """The stepsizes α; each makes a row of the picture."""
+    """Stepsizes α; each is a row of the picture."""
     format: str = "fixed8.3"
     """Number format of the weights: fixed point up to 12 bits, or a small float such as e4m3."""
     chains: int = 10_000
@@ -101,11 +104,11 @@ class Settings:
 
     @property
     def parallel(self) -> int:
-        """How many chains run."""
+        """Number of chains that run."""
         return self.chains * (4 if self.full else 1)
 
     def schedule(self, alpha: float) -> tuple[int, int]:
-        """(all steps, those of burn-in) at stepsize α."""
+        """Return (all steps, those of burn-in) at stepsize α."""
         burn_in, rest = math.ceil((5 if self.full else 3) / alpha), math.ceil((17.5 if self.full else 1.5) / alpha)
         if self.steps is None:
             return burn_in + rest, burn_in
@@ -114,12 +117,13 @@ class Settings:
 
     @property
     def total_steps(self) -> int:
+        """Steps of all methods at all stepsizes, of one chain each."""
         return sum(self.schedule(alpha)[0] for alpha in self.stepsizes) * len(METHODS)
 
 
 @dataclass(frozen=True)
-class Row:
-    """What one method did at one stepsize. The exact figures are those of its stationary law, None where there is none."""
+class GaussianRow:
+    """Figures of one method at one stepsize. The exact ones are those of its stationary law, None where it is not known."""
 
     stepsize: float
     method: str
@@ -142,49 +146,53 @@ class Row:
 
 
 @dataclass(frozen=True, eq=False)
-class Result:
+class GaussianResult:
     """The rows, and for each the share of the samples that are nearest to each point of the grid."""
 
-    settings: Settings
+    settings: GaussianSettings
     points: Tensor
-    rows: tuple[Row, ...]
+    rows: tuple[GaussianRow, ...]
     shares: tuple[Tensor, ...]
 
 
-def run(
-    settings: Settings,
+def run_gaussian(
+    settings: GaussianSettings,
     progress: Callable[[str, int], None] = lambda label, steps: None,
     ranks: Ranks = ALONE,
-) -> Result:
-    """Sample all methods at all stepsizes. ``progress`` is told what runs, and how many steps more are done.
+) -> GaussianResult:
+    """Sample all methods at all stepsizes. ``progress`` receives a label and the number of steps just taken.
 
-    Several ranks take turns: each does some of the rows, and has all of them in the end. The numbers are the same.
+    Several ranks share the rows, and all of them return all rows. The numbers do not depend on the number of ranks.
     """
     points = theory.grid(settings.format)
-    # The first call of an operator takes a second, which is not the sampler's.
+    # The first call of an operator takes a second, which must not count as the sampler's.
     quantize(torch.zeros(1), settings.format)
     cases = [(alpha, name) for alpha in settings.stepsizes for name in METHODS]
-    found: dict[int, tuple[Row, Tensor]] = {}
-    patient = ranks.patient()  # for those with more to do
+    found: dict[int, tuple[GaussianRow, Tensor]] = {}
+    patient = ranks.patient()  # some ranks have more to do than others
     if ranks.size > 1:
-        agree({f.name: getattr(settings, f.name) for f in fields(Settings)}, ranks.group)
+        agree({f.name: getattr(settings, f.name) for f in fields(GaussianSettings)}, ranks.group)
     for i in range(ranks.rank, len(cases), ranks.size):
         alpha, name = cases[i]
         known = exact(name, alpha, settings.format)
         before = time.perf_counter()
         samples = _sample(name, alpha, settings, Key(settings.seed).fold(i), progress)
         seconds = time.perf_counter() - before
-        found[i] = _summary(name, alpha, settings, samples, known, seconds), _shares(samples, points)
+        found[i] = _summarize(name, alpha, settings, samples, known, seconds), _shares(samples, points)
     if ranks.size > 1:
         mine = {i: (asdict(row), shares.tolist()) for i, (row, shares) in found.items()}
         told = {int(i): about for part in gather(mine, patient.group) for i, about in part.items()}
-        found = {i: (Row(**row), torch.tensor(shares, dtype=torch.float64)) for i, (row, shares) in told.items()}
+        found = {
+            i: (GaussianRow(**row), torch.tensor(shares, dtype=torch.float64)) for i, (row, shares) in told.items()
+        }
     rows, shares = zip(*(found[i] for i in range(len(cases))), strict=True)
-    return Result(settings, points, rows, shares)
+    return GaussianResult(settings, points, rows, shares)
 
 
-def _sample(name: str, alpha: float, settings: Settings, key: Key, progress: Callable[[str, int], None]) -> Tensor:
-    """The chains after burn-in, at up to `RECORDS` evenly spaced times: (times, chains)."""
+def _sample(
+    name: str, alpha: float, settings: GaussianSettings, key: Key, progress: Callable[[str, int], None]
+) -> Tensor:
+    """Return the chains after burn-in, at up to `RECORDS` evenly spaced times: (times, chains)."""
     format, step = parse(settings.format), METHODS[name]
     variance = torch.tensor(2 * alpha)
     theta = quantize(random.normal(key, settings.parallel), format, "nearest")
@@ -200,12 +208,15 @@ def _sample(name: str, alpha: float, settings: Settings, key: Key, progress: Cal
     return torch.stack(records)
 
 
-def _summary(name: str, alpha: float, settings: Settings, samples: Tensor, known: Exact, seconds: float) -> Row:
+def _summarize(
+    name: str, alpha: float, settings: GaussianSettings, samples: Tensor, known: Exact, seconds: float
+) -> GaussianRow:
+    """Return the row of one method: variance and W2 of its samples beside the exact ones."""
     samples = samples.double()
     values, counts = torch.unique(samples, return_counts=True)
     of_chains = (samples - samples.mean()).square().mean(0)  # chains are independent, the moments of one chain are not
     steps, burn_in = settings.schedule(alpha)
-    return Row(
+    return GaussianRow(
         stepsize=alpha,
         method=name,
         variance=float(of_chains.mean()),
@@ -221,7 +232,7 @@ def _summary(name: str, alpha: float, settings: Settings, samples: Tensor, known
 
 
 def exact(name: str, alpha: float, format: str) -> Exact:
-    """What a method converges to, as far as it is known exactly."""
+    """Return variance and W2 of the stationary law of a method, as far as they are known exactly."""
     if name == "SGLDLP-F":
         return accumulator_variance(format, alpha), None
     law = theory.stationary(format, alpha, "corrected" if name == "VC SGLDLP-L" else "stochastic")
@@ -229,7 +240,7 @@ def exact(name: str, alpha: float, format: str) -> Exact:
 
 
 def accumulator_variance(format: Format | str, alpha: float) -> float | None:
-    """Stationary variance of SGLDLP-F: V = (1-α)² V + α² E[v_s] + 2α.
+    """Return the stationary variance of SGLDLP-F: V = (1-α)² V + α² E[v_s] + 2α.
 
     A full-precision accumulator has no finite grid. But on fixed point E[v_s] = Δ²/6, up to exp(-2π²/Δ²), because θ is
     spread evenly over a gap. Range and gap must be such that neither clipping nor that last term counts; else None.
@@ -241,7 +252,7 @@ def accumulator_variance(format: Format | str, alpha: float) -> float | None:
 
 
 def _shares(samples: Tensor, points: Tensor) -> Tensor:
-    """The share of the samples nearest to each point."""
+    """Return the share of the samples nearest to each point."""
     cells = torch.bucketize(samples.flatten(), ((points[1:] + points[:-1]) / 2).float())
     return torch.bincount(cells, minlength=len(points)).double() / samples.numel()
 
@@ -249,8 +260,8 @@ def _shares(samples: Tensor, points: Tensor) -> Tensor:
 COLOURS = {"SGLDLP-F": "#8fa3bf", "naive SGLDLP-L": "#e58a62", "VC SGLDLP-L": "#5aa88b"}
 
 
-def draw(result: Result, path: Path) -> None:
-    """The picture: a row for each stepsize, a column for each method, the samples as bars and the target as a line."""
+def draw(result: GaussianResult, path: Path) -> None:
+    """Draw a row for each stepsize and a column for each method, the samples as bars and the target as a line."""
     from matplotlib.figure import Figure  # without pyplot: no window system, no global state
 
     settings = result.settings
@@ -269,8 +280,8 @@ def draw(result: Result, path: Path) -> None:
     figure.savefig(path)
 
 
-def _panel(ax: Axes, row: Row, points: Tensor, shares: Tensor) -> None:
-    """One histogram as a density: a grid point stands for the cell of numbers nearest to it."""
+def _panel(ax: Axes, row: GaussianRow, points: Tensor, shares: Tensor) -> None:
+    """Draw one histogram as a density: a grid point stands for the cell of numbers nearest to it."""
     middle = (points[1:] + points[:-1]) / 2
     width = torch.cat((2 * points[:1] - middle[:1], middle, 2 * points[-1:] - middle[-1:])).diff()
     x, height, wide = (t[shares > 0].numpy() for t in (points, shares / width, 0.85 * width))

@@ -1,7 +1,8 @@
 """The methods of the paper, as a table of settings: one sampler does them all.
 
-An F keeps a second, full-precision copy of the weights that takes the updates; an L keeps none. SGD is SGLD without noise,
-a method with a small c has the cyclical schedule. The last two are those of the appendix on deterministic rounding.
+Methods with an F keep a full-precision accumulator, a second copy of the weights that takes the updates; those with an L keep
+none. SGD is SGLD without noise; a small c stands for the cyclical schedule. The last two methods, with deterministic rounding,
+are those of the paper's appendix.
 """
 
 from __future__ import annotations
@@ -21,35 +22,35 @@ MethodName: TypeAlias = Literal[
 
 @dataclass(frozen=True)
 class Method:
-    """What distinguishes one method from another."""
+    """Settings that distinguish one method from another."""
 
     name: str
-    """As the paper prints it."""
+    """Name in the paper."""
     noise: bool = True
-    """Langevin noise; without it, it is SGD."""
-    low: bool = True
-    """Whether weights, gradients, activations and errors are in low precision."""
+    """Add Langevin noise; without it the method is SGD."""
+    low_precision: bool = True
+    """Keep weights, gradients, activations and errors in low precision."""
     accumulator: str | None = None
-    """The format of the copy that takes the updates; None if there is none."""
+    """Format of the accumulator; None if there is none."""
     rounding: Rounding = "stochastic"
-    """How an update gets onto the grid."""
+    """Rounding of an update to the grid."""
     cyclical: bool = False
-    """cSGLD's schedule instead of a single descent."""
-    begins: MethodName = "sgdlp-l"
-    """SGD in the same precision: what a chain on ImageNet begins with."""
+    """Use the schedule of cSGLD."""
+    starts_from: MethodName = "sgdlp-l"
+    """SGD in the same precision: the warm start of a chain on ImageNet."""
 
 
 METHODS: dict[str, Method] = {
-    "sgdfp": Method("SGDFP", noise=False, low=False),
-    "sgldfp": Method("SGLDFP", low=False, begins="sgdfp"),
-    "csgldfp": Method("cSGLDFP", low=False, cyclical=True, begins="sgdfp"),
+    "sgdfp": Method("SGDFP", noise=False, low_precision=False),
+    "sgldfp": Method("SGLDFP", low_precision=False, starts_from="sgdfp"),
+    "csgldfp": Method("cSGLDFP", low_precision=False, cyclical=True, starts_from="sgdfp"),
     "sgdlp-f": Method("SGDLP-F", noise=False, accumulator="fp32"),
     "sgdlp-l": Method("SGDLP-L", noise=False),
-    "sgldlp-f": Method("SGLDLP-F", accumulator="fp32", begins="sgdlp-f"),
+    "sgldlp-f": Method("SGLDLP-F", accumulator="fp32", starts_from="sgdlp-f"),
     "naive-sgldlp-l": Method("Naïve SGLDLP-L"),
     "vc-sgldlp-l": Method("VC SGLDLP-L", rounding="corrected"),
-    "csgldlp-f": Method("cSGLDLP-F", accumulator="fp32", cyclical=True, begins="sgdlp-f"),
+    "csgldlp-f": Method("cSGLDLP-F", accumulator="fp32", cyclical=True, starts_from="sgdlp-f"),
     "vc-csgldlp-l": Method("VC cSGLDLP-L", rounding="corrected", cyclical=True),
     "nearest-sgdlp-l": Method("SGDLP-L, nearest", noise=False, rounding="nearest"),
-    "nearest-sgldlp-l": Method("SGLDLP-L, nearest", rounding="nearest", begins="nearest-sgdlp-l"),
+    "nearest-sgldlp-l": Method("SGLDLP-L, nearest", rounding="nearest", starts_from="nearest-sgdlp-l"),
 }

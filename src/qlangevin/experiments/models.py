@@ -44,7 +44,7 @@ class Block(nn.Module):
         self.relu2 = nn.ReLU(inplace=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.conv1(x)  # a line for each layer: what is not needed any more is let go of before the next begins
+        y = self.conv1(x)  # a line for each layer: each input is freed before the next layer runs
         y = self.norm1(y)
         y = self.relu1(y)
         y = self.conv2(y)
@@ -92,7 +92,7 @@ class ResNet18(nn.Module):
 class LSTMClassifier(nn.Module):
     """Word embedding, two LSTM layers, and a linear layer on the last state of the upper one.
 
-    Texts are rows of word numbers; 0 is padding, which follows the words and is not read.
+    Texts are rows of word numbers; 0 is padding, which follows the words and is ignored.
     """
 
     def __init__(self, words: int = 25_000, classes: int = 2, embedding: int = 100, hidden: int = 256) -> None:
@@ -102,7 +102,7 @@ class LSTMClassifier(nn.Module):
         self.classify = nn.Linear(hidden, classes)
         for i in range(
             self.lstm.num_layers
-        ):  # remember, to begin with: or errors die out on the way back through a text
+        ):  # forget gates start open: else errors vanish on the way back through a text
             nn.init.ones_(self.lstm.get_parameter(f"bias_hh_l{i}").data[hidden : 2 * hidden])
 
     def forward(self, text: Tensor) -> Tensor:

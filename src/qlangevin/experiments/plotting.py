@@ -1,4 +1,4 @@
-"""Pictures on disk: whole or not at all, and refused before the work rather than after it."""
+"""Save pictures atomically, and check their path before the work starts."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-__all__ = ["check_picture", "save"]
+__all__ = ["check_path", "save_figure"]
 
 
-def check_picture(path: Path) -> None:
-    """Refuse a path that a picture cannot be saved to."""
+def check_path(path: Path) -> None:
+    """Raise ValueError if a picture cannot be saved to this path."""
     from matplotlib.backend_bases import FigureCanvasBase
 
     kinds = FigureCanvasBase.get_supported_filetypes()
@@ -27,8 +27,8 @@ def check_picture(path: Path) -> None:
         raise ValueError(f"--out={path} cannot be written: {error.strerror}; choose another place") from error
 
 
-def save(path: Path, draw: Callable[[Path], None]) -> None:
-    """Draw beside ``path``, then move: a file of that name is replaced by a whole one or not at all."""
+def save_figure(path: Path, draw: Callable[[Path], None]) -> None:
+    """Draw into a temporary file beside ``path``, then rename it: an existing picture is replaced only by a complete one."""
     unfinished = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
     try:
         draw(unfinished)

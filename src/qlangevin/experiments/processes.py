@@ -1,4 +1,4 @@
-"""Jobs side by side in processes of their own: what fails does not stop the others, and Ctrl-C reaches all of them."""
+"""Run jobs in processes of their own: a job that fails does not stop the others, and Ctrl-C reaches all of them."""
 
 from __future__ import annotations
 
@@ -14,47 +14,51 @@ from typing import Any
 
 import torch
 
-__all__ = ["Outcome", "Progress", "side_by_side"]
+__all__ = ["JobOutcome", "Progress", "ignore_progress", "run_in_processes"]
 
-Progress = Callable[[str, float], None]
+Progress = Callable[[str, float], None]  # (label, share of the work just done)
+
+
+def ignore_progress(label: str, share: float) -> None:
+    """Progress that is not shown."""
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What became of a job: what it returned, or why it did not."""
+class JobOutcome:
+    """Value returned by a job, or the error that ended it."""
 
     value: Any = None
     error: str | None = None
 
 
-def side_by_side(
+def run_in_processes(
     job: Callable[..., Any],
     arguments: Sequence[tuple[Any, ...]],
     count: int,
     threads: int,
-    progress: Callable[..., None],
-) -> dict[int, Outcome]:
-    """``job(*arguments[i], progress)`` for each i, ``count`` at a time, by number; those whose process died are not there.
+    progress: Callable[[int, str, float, int], None],
+) -> dict[int, JobOutcome]:
+    """Call ``job(*arguments[i], progress)`` for each i, ``count`` at a time; return outcomes by i, none if its process died.
 
-    A job tells its progress as a share of itself; ``progress`` is told the number of the job, what it is at, what share more is
-    done, and the outcomes so far. Ctrl-C is passed on to the jobs, each of which saves where it is, and raised when they have
-    ended.
+    A job reports progress as a share of itself; ``progress`` receives the number of the job, its label, the share just done,
+    and the number of jobs that have ended. Ctrl-C is passed on to the jobs, each of which saves its state, and is raised when
+    they have ended.
     """
     context = multiprocessing.get_context("spawn")
-    tasks, news = context.Queue(), context.Queue()
+    tasks, messages = context.Queue(), context.Queue()
     workers = [
-        context.Process(target=_work, args=(job, tasks, news, threads)) for _ in range(min(count, len(arguments)))
+        context.Process(target=_work, args=(job, tasks, messages, threads)) for _ in range(min(count, len(arguments)))
     ]
     for task in (*enumerate(arguments), *(None for _ in workers)):
         tasks.put(task)
-    tasks.cancel_join_thread()  # after Ctrl-C nobody takes the rest
-    outcomes: dict[int, Outcome] = {}
+    tasks.cancel_join_thread()  # after Ctrl-C no worker takes the rest
+    outcomes: dict[int, JobOutcome] = {}
     try:
         _start(workers)
-        for kind, i, told, share in _heard(news, workers):
-            if kind == "done":
-                outcomes[i] = Outcome(*told)
-            progress(i, "" if kind == "done" else told, share, len(outcomes))
+        for i, content, share in _receive(messages, workers):
+            if isinstance(content, JobOutcome):
+                outcomes[i] = content
+            progress(i, "" if isinstance(content, JobOutcome) else content, share, len(outcomes))
     except BaseException:
         _stop(workers)
         raise
@@ -62,7 +66,7 @@ def side_by_side(
 
 
 def _start(workers: Sequence[BaseProcess]) -> None:
-    """Ctrl-C is held back from a worker until it is ready: to import PyTorch takes it seconds."""
+    """Start the workers with SIGINT blocked; each unblocks it when it is ready, since importing PyTorch takes seconds."""
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         for worker in workers:
@@ -71,19 +75,19 @@ def _start(workers: Sequence[BaseProcess]) -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
-def _heard(news: Any, workers: Sequence[BaseProcess]) -> Iterator[Any]:
-    """What the workers tell until all of them have ended."""
+def _receive(messages: Any, workers: Sequence[BaseProcess]) -> Iterator[tuple[int, str | JobOutcome, float]]:
+    """Yield (job, label or outcome, share just done) until all workers have ended."""
     while True:
-        alive = any(worker.is_alive() for worker in workers)  # asked before: what is told last is heard
+        alive = any(worker.is_alive() for worker in workers)  # asked before, so that the last message is received
         try:
-            yield news.get(timeout=0.2)
+            yield messages.get(timeout=0.2)
         except queue.Empty:
             if not alive:
                 return
 
 
 def _stop(workers: Sequence[BaseProcess]) -> None:
-    """Interrupt the workers once each, and wait until they have saved where they are."""
+    """Interrupt each worker once, and wait until it has saved its state."""
     begun = [(worker, worker.pid) for worker in workers if worker.pid is not None]
     for worker, process in begun:
         if worker.is_alive():
@@ -93,29 +97,29 @@ def _stop(workers: Sequence[BaseProcess]) -> None:
         worker.kill()
 
 
-def _work(job: Callable[..., Any], tasks: Any, news: Any, threads: int) -> None:
-    """A process that does one job after the other."""
+def _work(job: Callable[..., Any], tasks: Any, messages: Any, threads: int) -> None:
+    """Do one job after the other: the main function of a worker."""
     os.setpgrp()  # the terminal's Ctrl-C goes to the parent, which passes it on once: a second would not wait
     torch.set_num_threads(threads)
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         while (task := tasks.get()) is not None:
             i, arguments = task
-            reporter = _Reporter(news, i)
+            reporter = _Reporter(messages, i)
             try:
-                told: tuple[Any, str | None] = (job(*arguments, reporter), None)
+                outcome = JobOutcome(job(*arguments, reporter))
             except Exception as failure:
-                told = (None, f"{type(failure).__name__}: {failure}")
-            news.put(("done", i, told, 1.0 - reporter.told))
+                outcome = JobOutcome(error=f"{type(failure).__name__}: {failure}")
+            messages.put((i, outcome, 1.0 - reporter.sent))
     except KeyboardInterrupt:
         return
 
 
 class _Reporter:
-    """Passes progress on to the parent, twice a second; ends the process when there is no parent any more."""
+    """Progress of a job, sent to the parent twice a second; ends the process when the parent is gone."""
 
-    def __init__(self, news: Any, i: int) -> None:
-        self.news, self.i, self.told, self.pending, self.last = news, i, 0.0, 0.0, time.monotonic()
+    def __init__(self, messages: Any, job: int) -> None:
+        self.messages, self.job, self.sent, self.pending, self.last = messages, job, 0.0, 0.0, time.monotonic()
 
     def __call__(self, label: str, share: float) -> None:
         self.pending += share
@@ -124,5 +128,5 @@ class _Reporter:
         parent = multiprocessing.parent_process()
         if parent is not None and not parent.is_alive():
             raise KeyboardInterrupt
-        self.news.put(("share", self.i, label, self.pending))
-        self.told, self.pending, self.last = self.told + self.pending, 0.0, time.monotonic()
+        self.messages.put((self.job, label, self.pending))
+        self.sent, self.pending, self.last = self.sent + self.pending, 0.0, time.monotonic()

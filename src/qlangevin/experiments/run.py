@@ -1,99 +1,136 @@
-"""Classification with any method of the paper: train, store, average, score; a run is a folder, and can be interrupted.
+"""Run an experiment with any method of the paper: train, store, average, score. A run is a folder and can be resumed.
 
 config.json              the configuration (`presets`)
 manifest.json, samples/  the samples (`SampleStore`)
-checkpoint.safetensors   where the run is
+checkpoint.safetensors   the state of the chain, to resume from
 chain-0/, chain-1/, ...  the same three for each of several chains
-result.json              what came out, when it is done
-begin/                   the run whose last weights this one begins with, on ImageNet
+result.json              the result, written when the run is finished
+begin/                   on ImageNet: the run whose last weights this one starts from
 """
 
 from __future__ import annotations
 
 import json
 import time
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from .._validate import describe_differences
 from .._version import __version__
 from ..distributed.ranks import ALONE, Ranks, agree, gather
-from ..lowering.layers import lower
-from ..prediction.posterior import Posterior
 from ..storage import files
 from ..storage.sample import chain_folder, chain_folders
 from ..storage.store import SampleStore
-from .chain import Run, network, prepare, train
-from .data import datasets as datasets
-from .data.datasets import Data
+from .chain import Chain, prepare_chain, train_chain
+from .data import Data, make_loader
 from .environment import cores, environment
-from .presets import Experiment, from_json
-from .processes import Progress, side_by_side
-from .score import score
+from .presets import CONFIG, Experiment, read_config
+from .processes import Progress, ignore_progress, run_in_processes
+from .score import TEST_BATCH, open_posterior, score
 
-__all__ = ["CONFIG", "RESULT", "configuration", "finished", "load", "posterior", "read_result", "run_experiment"]
+__all__ = ["RESULT", "is_finished", "read_result", "run_experiment"]
 
-CONFIG, RESULT, BEGIN = "config.json", "result.json", "begin"
-TEST_BATCH = 500
+RESULT, WARM_START = "result.json", "begin"
+
+
+@dataclass(frozen=True)
+class RunSpec:
+    """A run: its configuration, its folder, and the folder of its data."""
+
+    config: Experiment
+    folder: Path
+    data_dir: Path | None
+
+
+class ChainSummary(NamedTuple):
+    """Figures of one finished chain."""
+
+    steps: int
+    seconds: float
+    nbytes: int
+    """Bytes of the weights and the sampler's state, without gradients."""
+
+
+class WorkShares(NamedTuple):
+    """Shares of the progress of a run, which add up to one."""
+
+    warm_start: float
+    training: float
+    scoring: float
 
 
 def run_experiment(
     config: Experiment,
     folder: Path,
     data_dir: Path | None = None,
-    progress: Progress = lambda label, share: None,
+    progress: Progress = ignore_progress,
     ranks: Ranks = ALONE,
     jobs: int = 1,
 ) -> dict[str, Any]:
-    """Do the run, or what is left of it, and return its result; ``progress`` is told what runs and what share more is done.
+    """Do the run, or the rest of it, and return its result. ``progress`` receives a label and the share just done.
 
-    Several ``ranks`` share the chains: some chains each, or some ranks for each chain. Alone, this process does them ``jobs`` at
-    a time. Raises KeyboardInterrupt after a checkpoint if Ctrl-C was pressed. The same call goes on from there.
+    Several ``ranks`` share the chains: some chains each, or some ranks for each chain. Alone, this process runs ``jobs`` chains
+    at a time. Raises KeyboardInterrupt after a checkpoint if Ctrl-C was pressed; the same call resumes the run.
     """
-    begun, done = _begun(config, folder), (folder / RESULT).exists()
+    begun, done = _is_begun(config, folder), (folder / RESULT).exists()
     _check_ranks(config, ranks)
     if ranks.size > 1:
         agree({"settings": config.to_json(), "a run in the folder": begun, "a result in it": done}, ranks.group)
     if done:
         return read_result(folder)
-    patient = ranks.patient()  # for those with more to do
-    data = _loaded(config, data_dir, ranks)
-    samples, rest = prepare(config, data).schedule.samples, 1.0
-    if not begun:  # not before all is known to fit together: else a mistake would occupy the folder
-        _begin(config, folder, ranks)
-    if config.beginning is not None:
-        rest = config.length_in_epochs / (config.length_in_epochs + config.epochs)
-        first: Progress = lambda label, share: progress(label, share * (1 - rest))  # noqa: E731
-        run_experiment(config.beginning, folder / BEGIN, data_dir, first, ranks)
-    # Backward takes twice as long as forward; samples are only run forward.
-    work = 3 * config.chains * config.length_in_epochs * len(data.train), config.chains * samples * len(data.test)
-    steps, examples = (rest * part / sum(work) for part in work)
-    became = _chains(config, folder, data_dir, data, lambda label, share: progress(label, share * steps), ranks, jobs)
+    patient = ranks.patient()  # some ranks have more to do than others
+    data = _load_data(config, data_dir, ranks)
+    shares = _divide_work(config, data)
+    if not begun:  # only now, since the settings fit together: a mistake must not occupy the folder
+        _create_folder(config, folder, ranks)
+    if config.warm_start is not None:
+        run_experiment(config.warm_start, folder / WARM_START, data_dir, _scale(progress, shares.warm_start), ranks)
+    spec = RunSpec(config, folder, data_dir)
+    chains = _run_chains(spec, data, _scale(progress, shares.training), ranks, jobs)
     if ranks.size > 1:
-        became = {int(i): about for found in gather(became, patient.group) for i, about in found.items()}
+        parts = gather(chains, patient.group)
+        chains = {int(i): ChainSummary(*summary) for part in parts for i, summary in part.items()}
     if ranks.first:
-        advance: Progress = lambda label, n: progress(label, n * examples / len(data.test))  # noqa: E731
-        result = _result(config, data, folder, became, ranks, advance)
+        result = _score_run(spec, data, chains, ranks, _scale(progress, shares.scoring))
         files.write(folder / RESULT, [json.dumps(result, indent=1, allow_nan=False).encode()])
-    patient.wait()  # while the first averages
+    patient.wait()  # for the first rank, which scores
     return read_result(folder)
 
 
-def _begin(config: Experiment, folder: Path, ranks: Ranks) -> None:
-    """Make the folder of the run, which all ranks must see."""
-    if ranks.first:
-        folder.mkdir(parents=True, exist_ok=True)
-        files.write(folder / CONFIG, [json.dumps(config.to_json(), indent=1).encode()])
-    ranks.wait()
-    if ranks.size > 1:
-        agree({"a run in the folder, which all ranks must see,": (folder / CONFIG).exists()}, ranks.group)
+def _is_begun(config: Experiment, folder: Path) -> bool:
+    """Return whether the folder holds this run already. Raises ValueError if it holds anything else."""
+    if (folder / CONFIG).exists():
+        there = replace(read_config(folder), workers=config.workers)  # workers may change: they change no number
+        if wrong := describe_differences(there.to_json(), config.to_json()):
+            raise ValueError(f"{folder} holds another run: {', '.join(wrong)}; choose another folder with --out")
+        return True
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"{folder} is there and holds something else; choose another folder with --out")
+    return False
+
+
+def is_finished(config: Experiment, folder: Path) -> bool:
+    """Return whether the folder holds the result of this run. Raises ValueError if it holds another run."""
+    return _is_begun(config, folder) and (folder / RESULT).exists()
+
+
+def read_result(folder: Path) -> dict[str, Any]:
+    """Return the result of a finished run."""
+    file = folder / RESULT
+    result: dict[str, Any] = files.parse_json(files.read(file, f"the result {file}"), f"the result {file}")
+    return result
+
+
+# ---- preparing
 
 
 def _check_ranks(config: Experiment, ranks: Ranks) -> None:
+    """Raise ValueError if these ranks cannot share the chains of the run."""
     if config.chains % ranks.size and ranks.size % config.chains:
         raise ValueError(
             f"--chains {config.chains} cannot be shared evenly by {ranks.size} ranks; take a multiple or a divisor of that"
@@ -102,60 +139,11 @@ def _check_ranks(config: Experiment, ranks: Ranks) -> None:
         raise ValueError("--wire is for chains that several ranks step together; start more ranks, with torchrun")
 
 
-def _chains(
-    config: Experiment, folder: Path, data_dir: Path | None, data: Data, progress: Progress, ranks: Ranks, jobs: int
-) -> dict[int, dict[str, Any]]:
-    """Do the chains of a run that are this rank's, or what is left of them, and say of each what `_chain` says."""
-    if ranks.size == 1 and min(config.chains, jobs) > 1:
-        return _side_by_side(config, folder, data_dir, progress, jobs)
-    team, mine = ALONE, range(ranks.rank, config.chains, ranks.size)
-    if ranks.size > config.chains:
-        team = ranks.split(config.chains)
-        mine = range(team.part, team.part + 1)
-    share: Progress = lambda label, done: progress(label, done / len(mine))  # noqa: E731
-    return {chain: _chain(config, folder, data_dir, chain, data, team, share) for chain in mine}
-
-
-def _side_by_side(
-    config: Experiment, folder: Path, data_dir: Path | None, progress: Progress, jobs: int
-) -> dict[int, dict[str, Any]]:
-    """Chains in processes of their own, which do not know of one another."""
-    count = min(jobs, config.chains)
-    arguments = [(config, folder, data_dir, chain, None, ALONE) for chain in range(config.chains)]
-    progress("chains", 0.0)
-    told = lambda i, label, share, ended: progress(f"{ended}/{config.chains} chains", share / config.chains)  # noqa: E731
-    became = side_by_side(_chain, arguments, count, max(1, cores() // count), told)
-    lost = "its process died"
-    errors = {i: became[i].error if i in became else lost for i in range(config.chains)}
-    if wrong := [f"chain {i}: {error}" for i, error in errors.items() if error]:
-        raise RuntimeError(f"{'; '.join(wrong)}; what is stored is safe, and the same command goes on")
-    return {i: outcome.value for i, outcome in became.items()}
-
-
-def _chain(
-    config: Experiment,
-    folder: Path,
-    data_dir: Path | None,
-    chain: int,
-    data: Data | None,
-    ranks: Ranks,
-    progress: Progress,
-) -> dict[str, Any]:
-    """One chain, or what is left of it: its steps, the seconds they took, and the bytes it held."""
-    data = data or load(config, data_dir)
-    parts = prepare(config, data, folder / BEGIN if config.beginning else None, chain, ranks)
-    place = chain_folder(folder, chain) if config.chains > 1 else folder
-    silent: Progress = lambda label, share: None  # noqa: E731
-    told = progress if ranks.first else silent
-    seconds = train(parts, place, lambda label, n: told(label, n / parts.schedule.total_steps))
-    return {"steps": parts.schedule.total_steps, "seconds": seconds, "bytes": _bytes_held(parts)}
-
-
-def _loaded(config: Experiment, data_dir: Path | None, ranks: Ranks) -> Data:
-    """The data, the same on all ranks; the first finds or fetches them before the others look."""
+def _load_data(config: Experiment, data_dir: Path | None, ranks: Ranks) -> Data:
+    """Load the data, the same on all ranks; the first finds or downloads them before the others look."""
     if not ranks.first:
         ranks.wait()
-    data = load(config, data_dir)
+    data = config.load_data(data_dir)
     if ranks.first:
         ranks.wait()
     if ranks.size > 1:
@@ -163,25 +151,96 @@ def _loaded(config: Experiment, data_dir: Path | None, ranks: Ranks) -> Data:
     return data
 
 
-def load(config: Experiment, data_dir: Path | None) -> Data:
-    return datasets.load(config.data, data_dir, **config.load_options())
+def _divide_work(config: Experiment, data: Data) -> WorkShares:
+    """Estimate how the work divides. Raises ValueError if the schedule does not fit the data."""
+    samples = prepare_chain(config, data).schedule.samples
+    epochs = config.length_in_epochs
+    warm_start = 0.0 if config.warm_start is None else config.epochs / (epochs + config.epochs)
+    # Backward takes twice as long as forward; scoring runs the samples only forward.
+    training, scoring = 3 * epochs * len(data.train), samples * len(data.test)
+    rest = (1 - warm_start) / (training + scoring)
+    return WorkShares(warm_start, training * rest, scoring * rest)
 
 
-def posterior(config: Experiment, data: Data, *folders: Path) -> Posterior:
-    """The average over the samples of all chains of a run, or of several."""
-    model = network(config, data)
-    lower(model, config.activation_format, config.activation_format)
-    return Posterior.open(folders, model)
+def _create_folder(config: Experiment, folder: Path, ranks: Ranks) -> None:
+    """Create the folder of the run, which all ranks must see."""
+    if ranks.first:
+        folder.mkdir(parents=True, exist_ok=True)
+        files.write(folder / CONFIG, [json.dumps(config.to_json(), indent=1).encode()])
+    ranks.wait()
+    if ranks.size > 1:
+        agree({"a run in the folder, which all ranks must see,": (folder / CONFIG).exists()}, ranks.group)
 
 
-def _result(
-    config: Experiment, data: Data, folder: Path, became: dict[int, dict[str, Any]], ranks: Ranks, progress: Progress
+def _scale(progress: Progress, share: float) -> Progress:
+    """Return the progress function of a part that is this share of the whole."""
+    return lambda label, done: progress(label, share * done)
+
+
+# ---- chains
+
+
+def _run_chains(spec: RunSpec, data: Data, progress: Progress, ranks: Ranks, jobs: int) -> Mapping[int, ChainSummary]:
+    """Run this rank's chains, or the rest of them; return their summaries by number."""
+    chains = spec.config.chains
+    if ranks.size == 1 and min(chains, jobs) > 1:
+        return _run_chains_in_processes(spec, progress, min(chains, jobs))
+    if ranks.size > chains:
+        team = ranks.split(chains)
+        return {team.part: _run_chain(spec, team.part, data, team, progress)}
+    mine = range(ranks.rank, chains, ranks.size)
+    return {chain: _run_chain(spec, chain, data, ALONE, _scale(progress, 1 / len(mine))) for chain in mine}
+
+
+def _run_chains_in_processes(spec: RunSpec, progress: Progress, count: int) -> Mapping[int, ChainSummary]:
+    """Run the chains in processes of their own, ``count`` at a time."""
+    chains = range(spec.config.chains)
+
+    def report(chain: int, label: str, share: float, ended: int) -> None:
+        progress(f"{ended}/{len(chains)} chains", share / len(chains))
+
+    progress("chains", 0.0)
+    arguments = [(spec, chain, None, ALONE) for chain in chains]
+    outcomes = run_in_processes(_run_chain, arguments, count, max(1, cores() // count), report)
+    errors = {i: outcomes[i].error if i in outcomes else "its process died" for i in chains}
+    if wrong := [f"chain {i}: {error}" for i, error in errors.items() if error]:
+        raise RuntimeError(f"{'; '.join(wrong)}; what is stored is safe, and the same command resumes")
+    return {i: outcome.value for i, outcome in outcomes.items()}
+
+
+def _run_chain(spec: RunSpec, number: int, data: Data | None, ranks: Ranks, progress: Progress) -> ChainSummary:
+    """Run one chain, or the rest of it; load the data if they are not given."""
+    config = spec.config
+    data = data or config.load_data(spec.data_dir)
+    chain = prepare_chain(config, data, spec.folder / WARM_START if config.warm_start else None, number, ranks)
+    folder = chain_folder(spec.folder, number) if config.chains > 1 else spec.folder
+    steps = chain.schedule.total_steps
+    seconds = train_chain(chain, folder, _scale(progress if ranks.first else ignore_progress, 1 / steps))
+    return ChainSummary(steps, seconds, _count_bytes(chain))
+
+
+def _count_bytes(chain: Chain) -> int:
+    """Return the bytes that weights and the sampler's state occupy, without gradients."""
+    state = [t for held in chain.sampler.state.values() for t in held.values() if isinstance(t, torch.Tensor)]
+    return sum(t.nbytes for t in [*chain.model.parameters(), *state])
+
+
+# ---- scoring
+
+
+def _score_run(
+    spec: RunSpec, data: Data, chains: Mapping[int, ChainSummary], ranks: Ranks, progress: Progress
 ) -> dict[str, Any]:
-    began, average = time.monotonic(), posterior(config, data, folder)
-    scored = score(average, datasets.loader(data.test, TEST_BATCH, shuffle=False, workers=config.workers), progress)
-    stores = [SampleStore.open(place) for place in chain_folders(folder)]
+    """Score the average over all samples, and return everything that is known of the run."""
+    config, began = spec.config, time.monotonic()
+    average = open_posterior(config, data, spec.folder)
+    batches = make_loader(data.test, TEST_BATCH, shuffle=False, workers=config.workers)
+    scored = score(average, batches, _scale(progress, 1 / len(data.test)))
+    stores = [SampleStore.open(folder) for folder in chain_folders(spec.folder)]
     if len(stores) != config.chains:
-        raise ValueError(f"{folder} has {len(stores)} of {config.chains} chains; do all ranks see the same folder?")
+        raise ValueError(
+            f"{spec.folder} has {len(stores)} of {config.chains} chains; do all ranks see the same folder?"
+        )
     weights = sum(p.numel() for p in average.model.parameters())
     stored = sum(store.nbytes for store in stores) / len(average)
     return {
@@ -194,50 +253,13 @@ def _result(
         "data": {"name": data.name, "train": len(data.train), "test": len(data.test), "note": data.note},
         "model": {"name": type(average.model).__name__, "weights": weights},
         **scored,
-        "memory": {"training": became[0]["bytes"] / weights, "sample": stored / weights},
-        "steps": became[0]["steps"],
+        "memory": {"training": chains[0].nbytes / weights, "sample": stored / weights},
+        "steps": chains[0].steps,
         "samples": len(average),
-        "ranks": max(1, ranks.size // config.chains),  # a chain
+        "ranks": max(1, ranks.size // config.chains),  # for each chain
         "seconds": {
-            "train": max(about["seconds"] for about in became.values()),  # the chains are independent
+            "train": max(chain.seconds for chain in chains.values()),  # as if all chains had run at the same time
             "evaluate": time.monotonic() - began,
         },
         "finished": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
-
-
-def _bytes_held(parts: Run) -> int:
-    """What weights and the sampler's state occupy, without gradients."""
-    state = [t for held in parts.sampler.state.values() for t in held.values() if isinstance(t, torch.Tensor)]
-    return sum(t.nbytes for t in [*parts.model.parameters(), *state])
-
-
-def _begun(config: Experiment, folder: Path) -> bool:
-    """Whether the folder holds this run already. It must not hold anything else."""
-    if (folder / CONFIG).exists():
-        there = replace(configuration(folder), workers=config.workers)  # which may change: they change no number
-        if wrong := describe_differences(there.to_json(), config.to_json()):
-            raise ValueError(f"{folder} holds another run: {', '.join(wrong)}; choose another folder with --out")
-        return True
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ValueError(f"{folder} is there and holds something else; choose another folder with --out")
-    return False
-
-
-def finished(config: Experiment, folder: Path) -> bool:
-    """Whether the folder holds the result of this run. It must not hold anything else."""
-    return _begun(config, folder) and (folder / RESULT).exists()
-
-
-def configuration(folder: Path) -> Experiment:
-    """What a run was told."""
-    file = folder / CONFIG
-    if not file.exists():
-        raise ValueError(f"there is no run in {folder}: it has no {CONFIG}")
-    return from_json(files.parse_json(files.read(file, f"the configuration {file}"), f"the configuration {file}"))
-
-
-def read_result(folder: Path) -> dict[str, Any]:
-    file = folder / RESULT
-    result: dict[str, Any] = files.parse_json(files.read(file, f"the result {file}"), f"the result {file}")
-    return result

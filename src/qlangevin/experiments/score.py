@@ -1,30 +1,56 @@
-"""How good the samples of a run are: their average, the last one alone, and each of them along the chain."""
+"""Score the samples of runs: their average, the last one alone, and each of them along the chain.
+
+`score` computes the figures of any posterior average; `evaluate` scores stored runs again, alone or as chains of one average,
+also against a data set of another kind. torchmetrics and ArviZ are imported on first use: they take seconds.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from ..prediction import diagnostics, metrics
+from ..lowering.layers import lower
 from ..prediction.posterior import Posterior
+from ..storage.sample import chain_folders
+from ..storage.store import SampleStore
+from .chain import build_network
+from .data import Data, DatasetName, Examples, load_dataset, make_loader
+from .presets import Experiment, read_config
+from .processes import Progress, ignore_progress
 
-__all__ = ["convergence", "score"]
+if TYPE_CHECKING:
+    from ..prediction.metrics import Reliability, Scores
+
+__all__ = ["TEST_BATCH", "convergence", "evaluate", "open_posterior", "score"]
+
+TEST_BATCH = 500
 
 Batch = tuple[Tensor, Tensor]
 
 
-def score(posterior: Posterior, batches: Iterable[Batch], progress: Callable[[str, int], None]) -> dict[str, Any]:
-    """The scores of the average and of the last sample, the bins of the calibration error, and a trace of the samples.
+def open_posterior(config: Experiment, data: Data, *folders: Path) -> Posterior:
+    """Open the average over the samples of all chains of one run, or of several."""
+    model = build_network(config, data)
+    lower(model, config.activation_format, config.activation_format)
+    return Posterior.open(folders, model)
 
-    The average of J samples is p(y | x) = 1/J Σ_j p(y | x, θ_j). ``progress`` is told how many examples more are done.
+
+def score(posterior: Posterior, batches: Iterable[Batch], progress: Callable[[str, int], None]) -> dict[str, Any]:
+    """Return the scores of the average and of the last sample, the bins of the calibration error, and a trace of the samples.
+
+    The average of J samples is p(y | x) = 1/J Σ_j p(y | x, θ_j). ``progress`` receives the number of examples just scored.
     """
+    from ..prediction import metrics
+
     average, single = (metrics.Scores(sync_on_compute=False) for _ in range(2))  # other ranks do not score
     trace = torch.zeros(2, len(posterior), dtype=torch.float64)
-    top5 = torch.zeros(2, dtype=torch.float64)
+    missed = torch.zeros(2, dtype=torch.float64)
     for inputs, labels in batches:
         each = posterior.samples(inputs)
         mean = each.double().mean(0)  # of probabilities, so that they add up to one
@@ -32,53 +58,111 @@ def score(posterior: Posterior, batches: Iterable[Batch], progress: Callable[[st
         single.update(each[-1], labels)
         trace[0] += torch.stack([metrics.log_likelihood(p, labels).sum() for p in each])
         trace[1] += (each.argmax(2) != labels).sum(1)
-        top5 += torch.stack([_missed(p, labels) for p in (mean, each[-1])])
+        missed += torch.stack([_count_missed(p, labels) for p in (mean, each[-1])])
         progress("evaluating", len(labels))
-    count = average.compute()["count"]
-    log_likelihood, error = (trace / count).tolist()
+    log_likelihood, error = (trace / average.compute()["count"]).tolist()
+    lengths = [len(chain) for chain in posterior.chains]
     return {
-        "scores": _figures(average, top5[0]),
-        "single": _figures(single, top5[1]),
-        "reliability": _bins(average.reliability()),
+        "scores": _with_top5(average, missed[0]),
+        "single": _with_top5(single, missed[1]),
+        "reliability": _bins_as_json(average.reliability()),
         "trace": {
-            "steps": [s.step for s in posterior.members],
+            "steps": [sample.step for sample in posterior.members],
             "log_likelihood": log_likelihood,
             "error": error,
-            "chains": [len(chain) for chain in posterior.chains],
+            "chains": lengths,
         },
-        **convergence(_chains(log_likelihood, [len(chain) for chain in posterior.chains])),
+        **convergence(_align_chains(log_likelihood, lengths)),
     }
 
 
-def _missed(probabilities: Tensor, labels: Tensor) -> Tensor:
-    """How often the label is not among the five likeliest."""
+def _count_missed(probabilities: Tensor, labels: Tensor) -> Tensor:
+    """Count the labels that are not among the five likeliest classes."""
     best = probabilities.topk(min(5, probabilities.shape[1])).indices
     return (best != labels[:, None]).all(1).sum()
 
 
-def _figures(scores: metrics.Scores, missed: Tensor) -> dict[str, float]:
+def _with_top5(scores: Scores, missed: Tensor) -> dict[str, float]:
+    """Return error, NLL, Brier score and ECE, and with them the top-5 error."""
     figures = scores.compute()
     count = figures.pop("count")
     return {**figures, "top5": float(missed) / count}
 
 
-def _bins(bins: metrics.Reliability) -> dict[str, list[float | None]]:
+def _bins_as_json(bins: Reliability) -> dict[str, list[float | None]]:
+    """Return the bins of the calibration error as lists; an empty bin has None for its means."""
     empty = (bins.count == 0).tolist()
     named = {"confidence": bins.confidence, "accuracy": bins.accuracy}
     means = {name: [None if e else x for e, x in zip(empty, t.tolist(), strict=True)] for name, t in named.items()}
     return {"edges": bins.edges.tolist(), "counts": bins.count.tolist(), **means}
 
 
-def _chains(values: list[float], lengths: list[int]) -> Tensor:
-    """What belongs to samples, chain after chain, as (chain, draw): of each its last draws, as many as the shortest has."""
+def _align_chains(values: list[float], lengths: list[int]) -> Tensor:
+    """Arrange one value per sample, chain after chain, as (chain, draw): the last draws of each, as many as the shortest has."""
     return torch.stack([chain[-min(lengths) :] for chain in torch.tensor(values).split(lengths)])
 
 
 def convergence(log_likelihood: Tensor) -> dict[str, float | None]:
-    """R-hat and the effective number of samples of chains (chain, draw), or of the halves of one; None if too short."""
+    """Return R-hat and effective sample size of chains (chain, draw), or of the halves of one; None if too short."""
+    from ..prediction import diagnostics
+
     chains, draws = log_likelihood.shape
     if draws < (diagnostics.MIN_DRAWS if chains > 1 else 2 * diagnostics.MIN_DRAWS):
         return {"r_hat": None, "ess": None}
     r_hat, ess, _ = diagnostics.summarize(log_likelihood).worst
     known = math.isfinite(r_hat)
     return {"r_hat": r_hat if known else None, "ess": ess if known else None}
+
+
+def evaluate(
+    folders: Sequence[Path],
+    data_dir: Path | None = None,
+    limit_test: int | None = None,
+    ood: DatasetName | None = None,
+    progress: Progress = ignore_progress,
+) -> dict[str, Any]:
+    """Score the average over the samples of all these runs, which may differ only in their seed.
+
+    ``ood`` names a data set of another kind, to be told from the test set by the uncertainty of the average. ``progress``
+    receives the share of the work just done.
+    """
+    config = _common_config([read_config(folder) for folder in folders], folders)
+    if limit_test is not None:
+        config = replace(config, limit_test=limit_test)
+    for folder in folders:
+        if not all(len(SampleStore.open(chain)) for chain in chain_folders(folder)):
+            raise ValueError(f"the run in {folder} has no samples yet")
+    data = config.load_data(data_dir)
+    average = open_posterior(config, data, *folders)
+    batches = make_loader(data.test, TEST_BATCH, shuffle=False, workers=config.workers)
+    scored = score(average, batches, lambda label, n: progress(label, n / len(data.test)))
+    return {
+        "experiment": config.name,
+        "runs": [str(folder) for folder in folders],
+        "settings": config.to_json(),
+        "samples": len(average),
+        **scored,
+        "ood": None if ood is None else _score_ood(average, data.test, config, ood, data_dir),
+    }
+
+
+def _common_config(configs: Sequence[Experiment], folders: Sequence[Path]) -> Experiment:
+    """Return the configuration of the first run; raise ValueError if another differs from it in more than the seed."""
+    for config, folder in zip(configs, folders, strict=True):
+        if replace(config, seed=configs[0].seed) != configs[0]:
+            raise ValueError(f"{folder} and {folders[0]} differ in more than the seed, and cannot be averaged")
+    return configs[0]
+
+
+def _score_ood(
+    average: Posterior, inside: Examples, config: Experiment, name: DatasetName, data_dir: Path | None
+) -> dict[str, Any]:
+    """Return the AUROC of telling the test set from another data set by the uncertainty of the average."""
+    from ..prediction import metrics
+
+    outside = load_dataset(name, data_dir, limit_test=config.limit_test, augment=False).test
+    if outside[0][0].shape != inside[0][0].shape:
+        shapes = f"{tuple(outside[0][0].shape)}, not {tuple(inside[0][0].shape)}"
+        raise ValueError(f"--ood={name} has inputs of shape {shapes} as the run's own data")
+    loaders = (make_loader(examples, TEST_BATCH, shuffle=False) for examples in (inside, outside))
+    return {"data": name, **metrics.ood(*(average.uncertainty_loader(batches, progress=False) for batches in loaders))}

@@ -14,11 +14,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from qlangevin.experiments.data import datasets
-from qlangevin.experiments.data.augment import augmentation, crop_and_flip, random_box, shifts
-from qlangevin.experiments.data.datasets import Name, load, loader
-from qlangevin.experiments.data.examples import Pictures, Scale
-from qlangevin.experiments.data.readers import interleaved
+from qlangevin.experiments.data import DatasetName, datasets, load_dataset, make_loader
+from qlangevin.experiments.data.augment import augmentation_key, crop_and_flip, draw_shifts, random_box
+from qlangevin.experiments.data.examples import Images, Scale
+from qlangevin.experiments.data.readers import interleave
 from qlangevin.quantization.random import Key
 from tests.helpers.official import PIXELS, archive, cifar10, cifar_records, idx, mnist, write
 
@@ -40,10 +39,10 @@ def pixels(*which: int) -> Tensor:
 @pytest.mark.parametrize("name", ["mnist", "fashion-mnist"])
 @pytest.mark.parametrize("folder", ["", "here", "raw"])
 @pytest.mark.parametrize("packed", [True, False])
-def test_mnist_is_read_from_its_four_files(tmp_path: Path, name: Name, folder: str, packed: bool) -> None:
+def test_mnist_is_read_from_its_four_files(tmp_path: Path, name: DatasetName, folder: str, packed: bool) -> None:
     raw = {"mnist": "MNIST/raw", "fashion-mnist": "FashionMNIST/raw"}
     mnist(tmp_path / {"here": name, "raw": raw[name]}.get(folder, ""), packed=packed)
-    found = load(name, tmp_path)
+    found = load_dataset(name, tmp_path)
     assert (found.name, found.classes, found.shape, found.words) == (name, 10, (1, 28, 28), None)
     assert found.note == "12 of 60000 training images, 5 of 10000 test images"
     x, y = found.train.__getitems__([7, 0, 11])
@@ -86,7 +85,7 @@ def test_a_file_of_mnist_that_is_wrong_is_named(
     path = tmp_path / MNIST[file]
     path.write_bytes(change(path.read_bytes()))
     with pytest.raises(ValueError, match=f"^{path} .*{message}"):
-        load("mnist", tmp_path)
+        load_dataset("mnist", tmp_path)
 
 
 def test_as_many_images_as_labels(tmp_path: Path) -> None:
@@ -95,18 +94,18 @@ def test_as_many_images_as_labels(tmp_path: Path) -> None:
     with pytest.raises(
         ValueError, match=r"images-idx3-ubyte.gz has 12 images, but .*labels-idx1-ubyte.gz has 11 labels"
     ):
-        load("mnist", tmp_path)
+        load_dataset("mnist", tmp_path)
 
 
 def test_mnist_is_not_taken_for_fashion_mnist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mnist(tmp_path)
     labels = hashlib.sha256(bytes(i % 10 for i in range(12))).hexdigest()
     monkeypatch.setitem(datasets.LABELS, labels, "mnist")
-    assert load("mnist", tmp_path).name == "mnist"
+    assert load_dataset("mnist", tmp_path).name == "mnist"
     with pytest.raises(
         ValueError, match=f"the files in {tmp_path} are those of MNIST, not of Fashion-MNIST; name another"
     ):
-        load("fashion-mnist", tmp_path)
+        load_dataset("fashion-mnist", tmp_path)
 
 
 # ---- CIFAR
@@ -119,7 +118,7 @@ def test_cifar10_is_read_batch_after_batch(tmp_path: Path, form: str) -> None:
         files = {f"cifar-10-batches-bin/{path.name}": path.read_bytes() for path in tmp_path.iterdir()}
         tmp_path = tmp_path / "packed"
         archive(tmp_path / "cifar-10-binary.tar.gz", files)
-    found = load("cifar10", tmp_path, augment=False)
+    found = load_dataset("cifar10", tmp_path, augment=False)
     assert (len(found.train), len(found.test), found.classes, found.shape) == (20, 4, 10, (3, 32, 32))
     assert found.note == "20 of 50000 training images, 4 of 10000 test images"
     x, y = found.train.__getitems__(range(20))
@@ -137,7 +136,7 @@ def test_cifar100_has_fine_labels(tmp_path: Path, packed: bool) -> None:
         archive(tmp_path / "cifar100/cifar-100-binary.tar.gz", files)
     else:
         write(tmp_path, files)
-    found = load("cifar100", tmp_path)
+    found = load_dataset("cifar100", tmp_path)
     assert (found.classes, found.shape, len(found.train), len(found.test)) == (100, (3, 32, 32), 9, 2)
     assert found.train.__getitems__(range(9))[1].tolist() == [3, 4, 5, 6, 7, 8, 9, 0, 1]
     x = (pixels(1)[0] / 255 - torch.tensor([0.5071, 0.4865, 0.4409]).view(3, 1, 1)) / torch.tensor(
@@ -148,18 +147,18 @@ def test_cifar100_has_fine_labels(tmp_path: Path, packed: bool) -> None:
 
 def test_a_part_of_cifar10_will_do_if_no_more_is_asked_for(tmp_path: Path) -> None:
     cifar10(tmp_path, batches=(1, 2, 4))
-    found = load("cifar10", tmp_path, limit_train=8)
+    found = load_dataset("cifar10", tmp_path, limit_train=8)
     assert found.note == "8 of 50000 training images, 4 of 10000 test images"
     assert len(found.train) == 8
     message = "lacks data_batch_3.bin, data_batch_5.bin, so that only the first 8 training .* limit_train to at most 8$"
     for limit in (9, None):
         with pytest.raises(ValueError, match=message):
-            load("cifar10", tmp_path, limit_train=limit)
+            load_dataset("cifar10", tmp_path, limit_train=limit)
     (tmp_path / "data_batch_1.bin").unlink()
     with pytest.raises(
         ValueError, match=r"only the first 0 training images are there; get the binary version from \S*$"
     ):
-        load("cifar10", tmp_path, limit_train=1)
+        load_dataset("cifar10", tmp_path, limit_train=1)
 
 
 @pytest.mark.parametrize(
@@ -174,10 +173,10 @@ def test_a_file_of_cifar_that_is_wrong_is_named(tmp_path: Path, content: bytes, 
     cifar10(tmp_path)
     write(tmp_path, {"data_batch_2.bin": content})
     with pytest.raises(ValueError, match=f"^{tmp_path}/data_batch_2.bin {message}"):
-        load("cifar10", tmp_path)
+        load_dataset("cifar10", tmp_path)
     archive(tmp_path / "a/cifar-10-binary.tar.gz", {"x/test_batch.bin": content})
     with pytest.raises(ValueError, match=rf"^x/test_batch.bin in {tmp_path}/a/cifar-10-binary.tar.gz {message}"):
-        load("cifar10", tmp_path / "a")
+        load_dataset("cifar10", tmp_path / "a")
 
 
 def test_an_archive_of_cifar_that_is_wrong_is_named(tmp_path: Path) -> None:
@@ -185,7 +184,7 @@ def test_an_archive_of_cifar_that_is_wrong_is_named(tmp_path: Path) -> None:
     archive(path, {"x/readme.html": b"", "x/data_batch_1.bin": cifar_records(2)})  # as far as it goes
     whole = path.read_bytes()
     with pytest.raises(ValueError, match=r"cifar-10-binary.tar.gz lacks test_batch.bin; get the binary version from"):
-        load("cifar10", tmp_path)
+        load_dataset("cifar10", tmp_path)
     flipped = whole[:-8] + bytes(4) + whole[-4:]  # the checksum
     for wrong in (
         whole[:-100],
@@ -200,7 +199,7 @@ def test_an_archive_of_cifar_that_is_wrong_is_named(tmp_path: Path) -> None:
         with pytest.raises(
             ValueError, match=f"^{path} is damaged: it cannot be unpacked .*; remove it and get it again"
         ):
-            load("cifar10", tmp_path)
+            load_dataset("cifar10", tmp_path)
 
 
 # ---- augmentation
@@ -220,7 +219,7 @@ def test_crops_and_flips_are_those_of_a_padded_picture() -> None:
 
 def test_all_crops_are_equally_likely() -> None:
     # χ² has 161 degrees of freedom and exceeds 222.6 once in a thousand seeds.
-    counts = torch.bincount(shifts(augmentation(0), 162_000), minlength=162)
+    counts = torch.bincount(draw_shifts(augmentation_key(0), 162_000), minlength=162)
     assert len(counts) == 162
     assert float(((counts - 1000.0) ** 2 / 1000).sum()) < 222.6
 
@@ -229,7 +228,7 @@ def test_augmentation_is_a_function_of_seed_epoch_and_index(tmp_path: Path) -> N
     cifar10(tmp_path)
 
     def images(seed: int, epoch: int, **options: Any) -> Tensor:
-        train = load("cifar10", tmp_path, seed=seed, **options).train
+        train = load_dataset("cifar10", tmp_path, seed=seed, **options).train
         train.set_epoch(5)
         train.set_epoch(epoch)
         x, _ = train.__getitems__(range(12))
@@ -249,14 +248,14 @@ def test_augmentation_is_a_function_of_seed_epoch_and_index(tmp_path: Path) -> N
 
 def test_test_images_are_not_augmented(tmp_path: Path) -> None:
     cifar10(tmp_path)
-    test = load("cifar10", tmp_path).test
+    test = load_dataset("cifar10", tmp_path).test
     before = test[0][0]
     test.set_epoch(3)
     assert torch.equal(test[0][0], before)
 
 
 def test_random_parts_have_the_areas_and_ratios_they_should() -> None:
-    key = augmentation(0)
+    key = augmentation_key(0)
     for width, height in ((500, 375), (64, 64), (3, 7), (1, 1)):
         boxes, flips = zip(*(random_box(key.fold(i), width, height) for i in range(200)), strict=True)
         left, top, right, bottom = torch.tensor(boxes).T
@@ -280,10 +279,10 @@ def test_random_parts_have_the_areas_and_ratios_they_should() -> None:
 
 def test_digits_are_split_once_and_for_all() -> None:
     sklearn = pytest.importorskip("sklearn.datasets")
-    found = load("digits", seed=3)
+    found = load_dataset("digits", seed=3)
     assert (len(found.train), len(found.test), found.shape, found.classes) == (1197, 600, (1, 8, 8), 10)
     assert found.note is None
-    assert torch.equal(found.train[5][0], load("digits").train[5][0])
+    assert torch.equal(found.train[5][0], load_dataset("digits").train[5][0])
     x = torch.cat([part.__getitems__(range(len(part)))[0] for part in (found.train, found.test)])
     assert (float(x.min()), float(x.max())) == (0, 1)
     everything = torch.from_numpy(sklearn.load_digits().data).float().view(-1, 1, 8, 8) / 16
@@ -296,7 +295,7 @@ def test_digits_without_scikit_learn(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         ValueError, match=r"comes with scikit-learn, which is not installed; pip install 'qlangevin\[demo\]'"
     ):
-        load("digits")
+        load_dataset("digits")
 
 
 # ---- all of them
@@ -304,14 +303,14 @@ def test_digits_without_scikit_learn(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_limits_take_the_first(tmp_path: Path) -> None:
     mnist(tmp_path)
-    found = load("mnist", tmp_path, limit_train=4, limit_test=5)
+    found = load_dataset("mnist", tmp_path, limit_train=4, limit_test=5)
     assert found.note == "4 of 60000 training images, 5 of 10000 test images"
     assert found.train.labels.tolist() == [0, 1, 2, 3]
-    assert torch.equal(found.train[-1][0], load("mnist", tmp_path).train[3][0])
+    assert torch.equal(found.train[-1][0], load_dataset("mnist", tmp_path).train[3][0])
     with pytest.raises(IndexError):
         found.train[4]
-    assert load("digits", limit_train=1197).note is None
-    assert load("digits", limit_test=10).note == "10 of 600 test images"
+    assert load_dataset("digits", limit_train=1197).note is None
+    assert load_dataset("digits", limit_test=10).note == "10 of 600 test images"
 
 
 @pytest.mark.parametrize(
@@ -334,13 +333,13 @@ def test_limits_take_the_first(tmp_path: Path) -> None:
 def test_wrong_arguments(tmp_path: Path, options: dict[str, Any], message: str) -> None:
     mnist(tmp_path)
     with pytest.raises(ValueError, match=message):
-        load(**{"name": "mnist", "data_dir": tmp_path, **options})
+        load_dataset(**{"name": "mnist", "data_dir": tmp_path, **options})
 
 
 def test_classes_take_turns() -> None:
-    assert interleaved(torch.tensor([2, 0, 0, 1, 0, 2])).tolist() == [1, 3, 0, 2, 5, 4]
+    assert interleave(torch.tensor([2, 0, 0, 1, 0, 2])).tolist() == [1, 3, 0, 2, 5, 4]
     labels = torch.randint(7, (500,), generator=torch.Generator().manual_seed(0))
-    order = interleaved(labels)
+    order = interleave(labels)
     assert torch.equal(order.sort().values, torch.arange(500))
     assert labels[order][:35].tolist() == list(range(7)) * 5
 
@@ -350,17 +349,17 @@ def test_classes_take_turns() -> None:
 
 def test_a_loader_hands_out_whole_batches(tmp_path: Path) -> None:
     mnist(tmp_path)
-    train = load("mnist", tmp_path).train
-    batches = list(loader(train, 5, shuffle=False))
+    train = load_dataset("mnist", tmp_path).train
+    batches = list(make_loader(train, 5, shuffle=False))
     assert [(tuple(x.shape), y.tolist()) for x, y in batches] == [
         ((5, 1, 28, 28), [0, 1, 2, 3, 4]),
         ((5, 1, 28, 28), [5, 6, 7, 8, 9]),
         ((2, 1, 28, 28), [0, 1]),
     ]
     assert torch.equal(torch.cat([x for x, _ in batches]), train.__getitems__(range(12))[0])
-    assert len(list(loader(train, 5, shuffle=True, drop_last=True))) == 2
+    assert len(list(make_loader(train, 5, shuffle=True, drop_last=True))) == 2
     with pytest.raises(ValueError, match="workers must be an integer, at least 0, got -1"):
-        loader(train, 5, shuffle=True, workers=-1)
+        make_loader(train, 5, shuffle=True, workers=-1)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -368,9 +367,9 @@ def test_a_resumed_loader_sees_the_same_pictures(tmp_path: Path, workers: int) -
     cifar10(tmp_path)
 
     def new() -> Any:
-        return loader(load("cifar10", tmp_path, seed=1).train, 6, shuffle=True, seed=4, workers=workers)
+        return make_loader(load_dataset("cifar10", tmp_path, seed=1).train, 6, shuffle=True, seed=4, workers=workers)
 
-    reference = loader(load("cifar10", tmp_path, seed=1).train, 6, shuffle=True, seed=4)
+    reference = make_loader(load_dataset("cifar10", tmp_path, seed=1).train, 6, shuffle=True, seed=4)
     whole = [x for _ in range(3) for x, _ in reference]
     stopped = new()
     for x, (y, _) in zip(whole[:6], stopped.until(6), strict=True):
@@ -384,8 +383,8 @@ def test_a_resumed_loader_sees_the_same_pictures(tmp_path: Path, workers: int) -
 
 def test_looking_at_the_pictures_meanwhile_changes_nothing(tmp_path: Path) -> None:
     cifar10(tmp_path)
-    train = load("cifar10", tmp_path).train
-    undisturbed, batches = (loader(train, 6, shuffle=True) for _ in range(2))
+    train = load_dataset("cifar10", tmp_path).train
+    undisturbed, batches = (make_loader(train, 6, shuffle=True) for _ in range(2))
     whole = [x for x, _ in undisturbed.until(8)]
     seen = []
     for x, _ in batches.until(8):
@@ -397,16 +396,16 @@ def test_looking_at_the_pictures_meanwhile_changes_nothing(tmp_path: Path) -> No
 
 def test_pictures_are_on_the_cpu_whatever_the_default_device_is(tmp_path: Path) -> None:
     cifar10(tmp_path)
-    expected = load("cifar10", tmp_path).train.__getitems__([3, 1])
+    expected = load_dataset("cifar10", tmp_path).train.__getitems__([3, 1])
     with torch.device("meta"):
-        train = load("cifar10", tmp_path).train
+        train = load_dataset("cifar10", tmp_path).train
         x, y = train.__getitems__([3, 1])
     assert torch.equal(x, expected[0])
     assert torch.equal(y, expected[1])
 
 
 def test_examples_can_be_sent_to_another_process() -> None:
-    pictures = Pictures(pixels(0, 1, 2), torch.arange(3), Scale(), Key(1))
+    pictures = Images(pixels(0, 1, 2), torch.arange(3), Scale(), Key(1))
     copy = pickle.loads(pickle.dumps(pictures))
     assert torch.equal(copy[2][0], pictures[2][0])
 
@@ -416,19 +415,19 @@ def test_examples_can_be_sent_to_another_process() -> None:
 
 @real
 def test_real_mnist() -> None:
-    found = load("mnist")
+    found = load_dataset("mnist")
     assert found.note is None
     assert found.train.labels[:10].tolist() == [5, 0, 4, 1, 9, 2, 1, 3, 1, 4]
     x, _ = found.train.__getitems__(range(60_000))
     assert float(x.mean()) == pytest.approx(0.1307, abs=5e-5)
     assert float(x.std()) == pytest.approx(0.3081, abs=5e-5)
     with pytest.raises(ValueError, match="are those of MNIST, not of Fashion-MNIST"):
-        load("fashion-mnist", Path(os.environ["QLANGEVIN_DATA"]) / "mnist")
+        load_dataset("fashion-mnist", Path(os.environ["QLANGEVIN_DATA"]) / "mnist")
 
 
 @real
 def test_real_cifar10() -> None:
-    found = load("cifar10", augment=False, limit_train=10_000)
+    found = load_dataset("cifar10", augment=False, limit_train=10_000)
     assert found.note == "10000 of 50000 training images"
     x, y = found.train.__getitems__(range(10_000))
     assert y[:6].tolist() == [6, 9, 9, 4, 1, 1]

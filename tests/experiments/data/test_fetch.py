@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from qlangevin.experiments.data import fetch
-from qlangevin.experiments.data.datasets import load
+from qlangevin.experiments.data import fetch, load_dataset
 from qlangevin.experiments.data.fetch import LAYOUTS, File, Layout, cache_folder
 from tests.helpers.official import mnist
 
@@ -66,21 +65,21 @@ def test_a_given_folder_goes_before_the_variable_and_the_variable_before_the_cac
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mnist(cache / "mnist", train=10)
-    assert len(load("mnist").train) == 10
+    assert len(load_dataset("mnist").train) == 10
     mnist(tmp_path / "variable/mnist", train=11)
     monkeypatch.setenv("QLANGEVIN_DATA", str(tmp_path / "variable"))
-    assert len(load("mnist").train) == 11
+    assert len(load_dataset("mnist").train) == 11
     mnist(tmp_path / "given", train=12)
-    assert len(load("mnist", tmp_path / "given").train) == 12
+    assert len(load_dataset("mnist", tmp_path / "given").train) == 12
     monkeypatch.setenv("QLANGEVIN_DATA", "")
-    assert len(load("mnist").train) == 10
+    assert len(load_dataset("mnist").train) == 10
 
 
 def test_a_folder_of_its_own_goes_before_the_folder_itself(tmp_path: Path) -> None:
     mnist(tmp_path, train=10)
     mnist(tmp_path / "fashion-mnist", train=11)
-    assert len(load("mnist", tmp_path).train) == 10
-    assert len(load("fashion-mnist", tmp_path).train) == 11
+    assert len(load_dataset("mnist", tmp_path).train) == 10
+    assert len(load_dataset("fashion-mnist", tmp_path).train) == 11
 
 
 def test_the_cache_is_where_caches_are(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,20 +95,20 @@ def test_what_is_missing_in_a_given_folder_is_named_and_not_downloaded(
 ) -> None:
     empty = tmp_path / "empty"
     with pytest.raises(ValueError, match=f"the data folder {empty} does not exist; give one that does, or none$"):
-        load("mnist", empty)
+        load_dataset("mnist", empty)
     empty.mkdir()
     expected = "train-images-idx3-ubyte.gz or train-images-idx3-ubyte, .* in a folder mnist; get the official files$"
     with pytest.raises(ValueError, match=f"there is no MNIST in {empty}: it was to be {expected}"):
-        load("mnist", empty)
+        load_dataset("mnist", empty)
     monkeypatch.setenv("QLANGEVIN_DATA", str(empty))
     with pytest.raises(ValueError, match=f"there is no MNIST in {empty}"):
-        load("mnist")
+        load_dataset("mnist")
     mnist(empty)
     (empty / NAMES[3]).unlink()
     with pytest.raises(
         ValueError, match=f"{empty} lacks t10k-labels-idx1-ubyte.gz or t10k-labels-idx1-ubyte of MNIST; get"
     ):
-        load("mnist")
+        load_dataset("mnist")
     assert not cache.exists()
 
 
@@ -117,7 +116,7 @@ def test_imagenet_is_not_downloaded(cache: Path) -> None:
     with pytest.raises(
         ValueError, match=f"no ImageNet in {cache}: .*//image-net.org, which takes an account, as files train"
     ):
-        load("imagenet")
+        load_dataset("imagenet")
     assert not cache.exists()
 
 
@@ -125,25 +124,25 @@ def test_imagenet_is_not_downloaded(cache: Path) -> None:
 
 
 def test_what_is_missing_is_downloaded_once(served: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = load("mnist")
+    found = load_dataset("mnist")
     assert (len(found.train), len(found.test)) == (12, 5)
     assert sorted(path.name for path in (cache / "mnist").iterdir()) == sorted(NAMES)
     for path in served.iterdir():
         path.unlink()
-    assert len(load("mnist").train) == 12
+    assert len(load_dataset("mnist").train) == 12
     expect(monkeypatch, cache / "mnist", "http://127.0.0.1:1")
     (cache / "mnist" / NAMES[0][:-3]).write_bytes(gzip.decompress((cache / "mnist" / NAMES[0]).read_bytes()))
     (cache / "mnist" / NAMES[0]).unlink()
-    assert len(load("mnist").train) == 12  # unpacked by somebody
+    assert len(load_dataset("mnist").train) == 12  # unpacked by somebody
 
 
 def test_a_download_that_was_interrupted_is_completed(served: Path, cache: Path) -> None:
-    load("mnist")
+    load_dataset("mnist")
     before = (cache / "mnist" / NAMES[0]).stat()
     (cache / "mnist" / NAMES[2]).unlink()
     abandoned = cache / "mnist" / f".{NAMES[2]}.999999999-1.tmp"  # of a process that was killed
     abandoned.write_bytes(b"half")
-    load("mnist")
+    load_dataset("mnist")
     assert (cache / "mnist" / NAMES[2]).exists()
     assert not abandoned.exists()
     assert (cache / "mnist" / NAMES[0]).stat().st_mtime_ns == before.st_mtime_ns
@@ -162,7 +161,7 @@ def test_another_file_than_the_known_one_is_refused(served: Path, cache: Path, c
     with pytest.raises(
         ValueError, match=message + f"{len(data)} with .*; try again, or put the right file into {cache}"
     ):
-        load("mnist")
+        load_dataset("mnist")
     assert [path.name for path in (cache / "mnist").iterdir()] == [NAMES[0]]
 
 
@@ -171,7 +170,7 @@ def test_an_endless_answer_is_not_waited_for(served: Path, cache: Path, monkeypa
     path = served / NAMES[1]
     path.write_bytes(path.read_bytes() + bytes(10**6))
     with pytest.raises(ValueError, match=r"gave another file than the known one: [1-9]00 bytes"):
-        load("mnist")
+        load_dataset("mnist")
 
 
 def test_a_file_that_is_not_there_any_more(served: Path, cache: Path) -> None:
@@ -180,7 +179,7 @@ def test_a_file_that_is_not_there_any_more(served: Path, cache: Path) -> None:
         rf"/{NAMES[0]} could not be downloaded \(.*not found\); try again, or put the file into {cache}/mnist by other"
     )
     with pytest.raises(ValueError, match=f"(?i){message}"):
-        load("mnist")
+        load_dataset("mnist")
     assert list((cache / "mnist").iterdir()) == []
 
 
@@ -189,7 +188,7 @@ def test_no_network(cache: Path, served: Path, monkeypatch: pytest.MonkeyPatch) 
         taken.bind(("127.0.0.1", 0))
         expect(monkeypatch, served, f"http://127.0.0.1:{taken.getsockname()[1]}")
         with pytest.raises(ValueError, match=r"could not be downloaded \(.*refused\); try again, or put the file into"):
-            load("mnist")
+            load_dataset("mnist")
 
 
 def test_a_server_that_says_nothing(cache: Path, served: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,7 +196,7 @@ def test_a_server_that_says_nothing(cache: Path, served: Path, monkeypatch: pyte
     with socket.create_server(("127.0.0.1", 0)) as silent:
         expect(monkeypatch, served, f"http://127.0.0.1:{silent.getsockname()[1]}")
         with pytest.raises(ValueError, match=r"could not be downloaded \(timed out\)"):
-            load("mnist")
+            load_dataset("mnist")
     assert list((cache / "mnist").iterdir()) == []
 
 
@@ -205,7 +204,7 @@ def test_a_cache_that_cannot_be_written(served: Path, cache: Path) -> None:
     cache.parent.mkdir()
     cache.write_bytes(b"a file is in the way")
     with pytest.raises(ValueError, match=f"could not be downloaded .*Not a directory.*{cache}"):
-        load("mnist")
+        load_dataset("mnist")
 
 
 def test_what_can_be_downloaded_is_known_by_its_content() -> None:

@@ -9,8 +9,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from qlangevin.experiments.data.augment import augmentation
-from qlangevin.experiments.data.datasets import load, loader
+from qlangevin.experiments.data import load_dataset, make_loader
+from qlangevin.experiments.data.augment import augmentation_key
 from qlangevin.experiments.data.images import Photos, read_photos
 from tests.helpers.official import imagenet, photo
 
@@ -31,14 +31,14 @@ def test_classes_take_turns_in_alphabetical_order(tmp_path: Path) -> None:
     photo(tmp_path / "imagenet/train/n02/extra.jpg")
     (tmp_path / "imagenet/train/n02/notes.txt").write_text("not a photo")
     (tmp_path / "imagenet/train/notes.txt").write_text("not a class")
-    found = load("imagenet", tmp_path, size=16)
+    found = load_dataset("imagenet", tmp_path, size=16)
     assert (found.classes, found.shape, len(found.train), len(found.test)) == (3, (3, 16, 16), 10, 6)
     assert found.note == "10 of 1281167 training images, 6 of 50000 test images, 3 of 1000 classes"
     assert found.train.labels.tolist() == [0, 1, 2, 0, 1, 2, 0, 1, 2, 1]
     assert isinstance(found.train, Photos)
     names = [found.train.path(i).relative_to(tmp_path).as_posix() for i in (0, 4, 6)]
     assert names == [f"imagenet/train/{n}.JPEG" for n in ("n01/n01_0", "n02/n02_0", "n01/n01_2")]
-    limited = load("imagenet", tmp_path, size=16, limit_train=4)
+    limited = load_dataset("imagenet", tmp_path, size=16, limit_train=4)
     assert limited.note is not None
     assert limited.note.startswith("4 of 1281167 training images")
     assert torch.equal(limited.train[3][0], found.train[3][0])
@@ -57,7 +57,7 @@ def test_test_photos_are_the_middle_of_a_shrunk_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize("size", [(10, 10), (1, 50), (57, 3)])
 def test_photos_may_be_small(tmp_path: Path, size: tuple[int, int]) -> None:
     photo(tmp_path / "train/n01/a.JPEG", size)
-    for key in (None, augmentation(0)):
+    for key in (None, augmentation_key(0)):
         assert read_photos(tmp_path / "train", 32, key)[0][0].shape == (3, 32, 32)
 
 
@@ -75,7 +75,7 @@ def test_random_parts_are_a_function_of_seed_epoch_and_index(tmp_path: Path) -> 
     imagenet(tmp_path)
 
     def images(seed: int = 0, epoch: int = 0, **options: Any) -> Tensor:
-        train = load("imagenet", tmp_path, size=8, seed=seed, **options).train
+        train = load_dataset("imagenet", tmp_path, size=8, seed=seed, **options).train
         train.set_epoch(epoch)
         x, _ = train.__getitems__(range(4))
         assert torch.equal(train[2][0], x[2])
@@ -92,7 +92,7 @@ def test_random_parts_are_a_function_of_seed_epoch_and_index(tmp_path: Path) -> 
 
 def test_half_of_the_photos_are_flipped(tmp_path: Path) -> None:
     photo(tmp_path / "train/n01/a.JPEG", (64, 64))
-    train = read_photos(tmp_path / "train", 8, augmentation(0))
+    train = read_photos(tmp_path / "train", 8, augmentation_key(0))
     flipped = 0
     for epoch in range(200):
         train.set_epoch(epoch)
@@ -103,8 +103,8 @@ def test_half_of_the_photos_are_flipped(tmp_path: Path) -> None:
 
 def test_workers_change_nothing(tmp_path: Path) -> None:
     imagenet(tmp_path)
-    train = load("imagenet", tmp_path, size=8).train
-    one, two = (loader(train, 4, shuffle=True, workers=workers) for workers in (0, 2))
+    train = load_dataset("imagenet", tmp_path, size=8).train
+    one, two = (make_loader(train, 4, shuffle=True, workers=workers) for workers in (0, 2))
     for (x, y), (other_x, other_y) in zip(one.until(5), two.until(5), strict=True):
         assert torch.equal(x, other_x)
         assert torch.equal(y, other_y)
@@ -113,7 +113,7 @@ def test_workers_change_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize("content", [None, b"", b"not a photo", "half"])
 def test_a_broken_photo_is_named(tmp_path: Path, content: Any) -> None:
     imagenet(tmp_path)
-    train = load("imagenet", tmp_path, size=8).train
+    train = load_dataset("imagenet", tmp_path, size=8).train
     path = tmp_path / "train/n02/n02_1.JPEG"
     whole = path.read_bytes()
     path.unlink()
@@ -121,7 +121,7 @@ def test_a_broken_photo_is_named(tmp_path: Path, content: Any) -> None:
         path.write_bytes(whole[: len(whole) // 2] if content == "half" else content)
     message = "has been removed; load the data set anew" if content is None else "cannot be read as a photo .*; get it"
     with pytest.raises(ValueError, match=f"^{path} {message}"):
-        list(loader(train, 4, shuffle=False))
+        list(make_loader(train, 4, shuffle=False))
 
 
 def test_a_broken_photo_is_named_by_workers_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,11 +129,11 @@ def test_a_broken_photo_is_named_by_workers_too(tmp_path: Path, monkeypatch: pyt
         "torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.1
     )  # or torch waits for a worker that failed
     imagenet(tmp_path)
-    train = load("imagenet", tmp_path, size=8).train
+    train = load_dataset("imagenet", tmp_path, size=8).train
     path = tmp_path / "train/n02/n02_1.JPEG"
     path.write_bytes(b"not a photo")
     try:
-        list(loader(train, 4, shuffle=False, workers=1))
+        list(make_loader(train, 4, shuffle=False, workers=1))
     except ValueError as error:
         said = str(error)
     gc.collect()
@@ -144,16 +144,16 @@ def test_folders_that_are_wrong_are_named(tmp_path: Path) -> None:
     imagenet(tmp_path / "a")
     (tmp_path / "a/val").rename(tmp_path / "a/validation")
     with pytest.raises(ValueError, match=f"no folder {tmp_path}/a/val; expected are photos {tmp_path}/a/val/<class>"):
-        load("imagenet", tmp_path / "a")
+        load_dataset("imagenet", tmp_path / "a")
     photo(tmp_path / "a/val/ILSVRC2012_val_00000001.JPEG")
     with pytest.raises(ValueError, match=f"^{tmp_path}/a/val has no class folders; expected .* sorted into folders"):
-        load("imagenet", tmp_path / "a")
+        load_dataset("imagenet", tmp_path / "a")
     for name in ("n01", "n02"):
         photo(tmp_path / f"a/val/{name}/a.JPEG")
     with pytest.raises(
         ValueError, match=f"train and val in {tmp_path}/a must have the same class folders, but n03 is in one"
     ):
-        load("imagenet", tmp_path / "a")
+        load_dataset("imagenet", tmp_path / "a")
     (tmp_path / "a/val/n03").mkdir()
     with pytest.raises(ValueError, match=f"^{tmp_path}/a/val/n03 has no photos; expected are files"):
-        load("imagenet", tmp_path / "a")
+        load_dataset("imagenet", tmp_path / "a")

@@ -8,9 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qlangevin.experiments.data import text
-from qlangevin.experiments.data.datasets import load
-from qlangevin.experiments.data.text import Reviews, pad, read_imdb, split
+from qlangevin.experiments.data import load_dataset, text
+from qlangevin.experiments.data.text import Reviews, pad_texts, read_imdb, split_words
 from qlangevin.storage.tensor_file import tensor_chunks
 from tests.helpers.official import REVIEWS, archive, write
 
@@ -62,13 +61,13 @@ def spelled(reviews: Reviews) -> list[tuple[int, list[str]]]:
     ],
 )
 def test_words_and_punctuation(line: str, words: list[str]) -> None:
-    assert split(line) == words
+    assert split_words(line) == words
 
 
 @given(st.text())
 def test_nothing_but_white_space_is_lost(line: str) -> None:
     line = line.replace("<", "")
-    assert "".join(split(line)) == "".join(line.lower().split())
+    assert "".join(split_words(line)) == "".join(line.lower().split())
 
 
 # ---- reading
@@ -84,21 +83,21 @@ def test_words_are_numbered_by_frequency_and_classes_take_turns(packed: Path) ->
 def test_folders_give_the_same_as_the_archive(tmp_path: Path, cache: Path, folder: str) -> None:
     write(tmp_path / "data" / folder, {name: review.encode() for name, review in REVIEWS.items()})
     write(tmp_path / "data" / folder, {"train/pos/notes.txt": b"not a review", "train/labeledBow.feat": b"9 0:9"})
-    found = load("imdb", tmp_path / "data", length=9, words=14)
+    found = load_dataset("imdb", tmp_path / "data", length=9, words=14)
     assert (found.classes, found.shape, found.words) == (2, (9,), 14)
     assert found.note == "5 of 25000 training texts, 2 of 25000 test texts"
     x, y = found.train.__getitems__([1, 2])
     assert y.tolist() == [1, 0]
     assert x.dtype == torch.int64
     assert x.tolist() == [[4, 9, 4, 3, 8, 7, 1, 11, 5], [2, 0, 0, 0, 0, 0, 0, 0, 0]]  # loved is beyond the first 14
-    assert load("imdb", tmp_path / "data", limit_train=2).train.labels.tolist() == [0, 1]
-    assert load("imdb", tmp_path / "data").words == len(WORDS) == 15
+    assert load_dataset("imdb", tmp_path / "data", limit_train=2).train.labels.tolist() == [0, 1]
+    assert load_dataset("imdb", tmp_path / "data").words == len(WORDS) == 15
 
 
 def test_long_texts_keep_their_last_words() -> None:
     reviews = Reviews(torch.arange(2, 12, dtype=torch.int32), torch.tensor([5, 0, 1, 4]), torch.zeros(4))
-    assert pad(reviews, 4, 10).tolist() == [[3, 4, 5, 6], [0, 0, 0, 0], [7, 0, 0, 0], [8, 9, 1, 1]]
-    assert pad(reviews, 6, 99).tolist()[0] == [2, 3, 4, 5, 6, 0]
+    assert pad_texts(reviews, 4, 10).tolist() == [[3, 4, 5, 6], [0, 0, 0, 0], [7, 0, 0, 0], [8, 9, 1, 1]]
+    assert pad_texts(reviews, 6, 99).tolist()[0] == [2, 3, 4, 5, 6, 0]
 
 
 def test_a_part_without_a_class_is_named(tmp_path: Path, cache: Path) -> None:
@@ -107,13 +106,13 @@ def test_a_part_without_a_class_is_named(tmp_path: Path, cache: Path) -> None:
     with pytest.raises(
         ValueError, match=f"{path} has no reviews in train/neg; expected are files train/neg/ID_RATING.txt"
     ):
-        load("imdb", tmp_path)
+        load_dataset("imdb", tmp_path)
     write(tmp_path / "else", {"train/photo.jpg": b""})
     with pytest.raises(ValueError, match=r"else/\S*train has no reviews in train/neg and train/pos; expected"):
-        load("imdb", tmp_path / "else")
+        load_dataset("imdb", tmp_path / "else")
     archive(path, dict.fromkeys(PACKED, b" "))
     with pytest.raises(ValueError, match="the reviews of IMDB have no words"):
-        load("imdb", tmp_path)
+        load_dataset("imdb", tmp_path)
     assert not cache.exists()
 
 
@@ -192,7 +191,7 @@ def test_a_damaged_cache_is_written_anew(packed: Path, cache: Path, damage: str)
 def test_texts_are_read_even_if_they_cannot_be_kept(packed: Path, cache: Path) -> None:
     cache.parent.mkdir()
     cache.write_bytes(b"a file is in the way")
-    with pytest.warns(UserWarning, match=f"the words of IMDB could not be kept for next time in {cache}"):
+    with pytest.warns(UserWarning, match=f"the words of IMDB could not be cached in {cache}"):
         train, _ = read_imdb(packed)
     assert spelled(train) == TRAIN
 
@@ -200,14 +199,14 @@ def test_texts_are_read_even_if_they_cannot_be_kept(packed: Path, cache: Path) -
 def test_texts_are_on_the_cpu_whatever_the_default_device_is(packed: Path) -> None:
     for _ in range(2):  # read, then kept
         with torch.device("meta"):
-            found = load("imdb", packed.parent, length=3)
+            found = load_dataset("imdb", packed.parent, length=3)
             x, _ = found.train.__getitems__([0])
         assert x.tolist() == [[2, 3, 5]]
 
 
 @pytest.mark.skipif("QLANGEVIN_DATA" not in os.environ, reason="$QLANGEVIN_DATA names no folder with real data")
 def test_real_imdb() -> None:
-    found = load("imdb")
+    found = load_dataset("imdb")
     assert (found.note, found.words, found.shape) == (None, 25_000, (400,))
     for part in (found.train, found.test):
         assert part.labels.tolist() == [0, 1] * 12_500

@@ -14,14 +14,13 @@ import pytest
 from matplotlib import rcParams
 
 from qlangevin.experiments.methods import METHODS
-from qlangevin.experiments.report import figures
-from qlangevin.experiments.report.build import Lead, load, write
+from qlangevin.experiments.report import Lead, figures, load_results, write_report
 from qlangevin.experiments.report.looks import LOOKS, label, look, window
-from qlangevin.experiments.report.markdown import plain
+from qlangevin.experiments.report.markdown import escape
 from qlangevin.experiments.report.summary import by_cell, by_experiment
 from qlangevin.experiments.report.tables import (
     cost_table,
-    duration,
+    format_duration,
     paper_table,
     runs_table,
     scores_table,
@@ -71,7 +70,9 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     picture = folder / "first.svg"
     picture.write_text('<svg xmlns="http://www.w3.org/2000/svg"/>')
     results = full("digits", 2) + runs("digits", ("naive-sgldlp-l", "vc-sgldlp-l"), "bfp8", 2)
-    page = write(results, folder / "out", "Eight & bits", Lead(picture, "Why <noise> matters", "Look at this first."))
+    page = write_report(
+        results, folder / "out", "Eight & bits", Lead(picture, "Why <noise> matters", "Look at this first.")
+    )
     assert page == folder / "out" / "index.html"
     return folder / "out"
 
@@ -88,7 +89,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     bad = run(HOSTILE, HOSTILE, HOSTILE, command=HOSTILE, version=HOSTILE, finished=HOSTILE, scaled=[HOSTILE])
     bad["data"] |= {"name": HOSTILE, "note": HOSTILE}
     bad["environment"]["machine"] = bad["model"]["name"] = HOSTILE
-    write([*results, bad], folder, HOSTILE)
+    write_report([*results, bad], folder, HOSTILE)
     return folder
 
 
@@ -167,12 +168,12 @@ def test_hostile_names_are_text(large: Path) -> None:
     assert not [line for line in lines if re.search(r"(?<!\\)<", line) and not line.startswith("    ")]
     tables = [line for line in lines if line.startswith("|")]
     assert {len(re.findall(r"(?<!\\)\|", line)) for line in tables if "script" in line} <= set(range(5, 12))
-    assert plain("a|b\n<c>") == r"a\|b \<c\>"
+    assert escape("a|b\n<c>") == r"a\|b \<c\>"
 
 
 def test_the_results_can_be_reported_again(demo: Path, large: Path) -> None:
-    assert len(load([demo / "runs.json"])) == 8
-    again = load([demo / "runs.json", large / "runs.json", demo / "runs.json"])
+    assert len(load_results([demo / "runs.json"])) == 8
+    again = load_results([demo / "runs.json", large / "runs.json", demo / "runs.json"])
     assert (
         again
         == json.loads((demo / "runs.json").read_text())["runs"] + json.loads((large / "runs.json").read_text())["runs"]
@@ -199,7 +200,7 @@ def test_a_single_run_and_different_numbers_of_samples(tmp_path: Path) -> None:
         "confidence": [0.3, 0.9],
         "accuracy": [0.5, 1.0],
     }
-    text = Page(write([alone, short], tmp_path).read_text(encoding="utf-8")).text
+    text = Page(write_report([alone, short], tmp_path).read_text(encoding="utf-8")).text
     assert "3 to 20" in text
     assert "R-hat" in text
 
@@ -207,27 +208,27 @@ def test_a_single_run_and_different_numbers_of_samples(tmp_path: Path) -> None:
 def test_nothing_is_written_if_anything_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "out"
     with pytest.raises(ValueError, match="there is nothing to report"):
-        write([], out)
+        write_report([], out)
     with pytest.raises(ValueError, match="result 1 is not the result of a run: it has no experiment"):
-        write([run(), {}], out)
+        write_report([run(), {}], out)
     for path, message in [
         (tmp_path / "no.png", "there is no lead picture"),
         (tmp_path / "a.txt", "must be one of png, svg"),
     ]:
         with pytest.raises(ValueError, match=message):
-            write([run()], out, lead=Lead(path, "", ""))
+            write_report([run()], out, lead=Lead(path, "", ""))
     assert not out.exists()
     (tmp_path / "file").write_text("mine")
     with pytest.raises(ValueError, match=r"a report is a folder, .*file is a file; choose another place"):
-        write([run()], tmp_path / "file")
+        write_report([run()], tmp_path / "file")
 
     def full_disk(path: Path, parts: Any) -> None:
         raise OSError(28, "No space left on device", str(path))
 
     monkeypatch.setattr(files, "write", full_disk)
-    monkeypatch.setattr(figures, "trace", figures.reliability)  # faster, and does not matter here
+    monkeypatch.setattr(figures, "draw_traces", figures.draw_reliability)  # faster, and does not matter here
     with pytest.raises(OSError, match="No space left"):
-        write([run()], out)
+        write_report([run()], out)
     assert [path for path in out.rglob("*") if path.is_file()] == []
 
 
@@ -274,7 +275,7 @@ def test_tables_of_a_sweep_of_scores_of_costs_and_of_runs() -> None:
     assert scores_table(few).rows[-1][-2:] == ("2", "20 to 30")  # type: ignore[index]
     assert cost_table(few).rows[0][1:4] == ("bfp8", "1.00", "1.01")  # type: ignore[index]
     assert runs_table({"digits": few}).rows[1][1:3] == ("bfp8", "0, 1")  # type: ignore[index]
-    assert [duration(s) for s in (3.14, 59.9, 61, 3700, 360_000)] == [
+    assert [format_duration(s) for s in (3.14, 59.9, 61, 3700, 360_000)] == [
         "3.1 s",
         "59.9 s",
         "1 min",
@@ -304,7 +305,7 @@ def test_far_outliers_do_not_flatten_the_rest() -> None:
 
 
 def test_a_broken_method_does_not_hide_the_others() -> None:
-    figure = figures.curves(by_cell(sweep(widths=(2, 6, 10), seeds=2)), "nll")
+    figure = figures.draw_curves(by_cell(sweep(widths=(2, 6, 10), seeds=2)), "nll")
     whole, near = figure.axes
     assert whole.get_yscale() == "log"
     assert whole.get_ylim()[1] > 2.5
@@ -312,20 +313,20 @@ def test_a_broken_method_does_not_hide_the_others() -> None:
     names = [text.get_text() for text in figure.legends[0].get_texts()]
     assert sorted(names) == sorted(METHODS[m].name for m in (*FIVE, "sgldfp", "sgdfp"))
     alike = [r for bits in (2, 4, 6) for r in runs("mnist-mlp", ("sgldlp-f",), f"fixed{bits + 2}.{bits}")]
-    assert len(figures.curves(by_cell(alike), "error").axes) == 1
+    assert len(figures.draw_curves(by_cell(alike), "error").axes) == 1
 
 
 def test_the_enlarged_frame_shows_full_precision_of_all_methods() -> None:
     far = [r | {"scores": r["scores"] | {"nll": 0.4}} for r in runs("mnist-logistic", ("sgldfp",), "fp32")]
     others = [r for r in sweep(widths=(2, 6, 10)) if r["settings"]["method"] != "sgldfp"]
-    near = figures.curves(by_cell([*others, *far]), "nll").axes[1]
+    near = figures.draw_curves(by_cell([*others, *far]), "nll").axes[1]
     assert near.get_ylim()[1] > 0.4
 
 
 def test_reliability_is_pooled_by_counts() -> None:
     bins = {"edges": [0.0, 0.5, 1.0], "counts": [0, 10], "confidence": [None, 0.9], "accuracy": [None, 0.8]}
     other = {"edges": [0.0, 0.5, 1.0], "counts": [10, 30], "confidence": [0.4, 0.7], "accuracy": [0.5, 0.6]}
-    [points] = figures._pooled([run(reliability=bins), run(reliability=other)])
+    [points] = figures._pool_bins([run(reliability=bins), run(reliability=other)])
     assert points == [pytest.approx((0.4, 0.5, 0.2)), pytest.approx((0.75, 0.65, 0.8))]
 
 

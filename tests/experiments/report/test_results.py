@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qlangevin.experiments.report.results import checked, computing, load, unique
+from qlangevin.experiments.report.results import check_result, computing_seconds, drop_repeated, load_results
 from tests.helpers.runs import run
 
 
@@ -32,7 +32,7 @@ def test_runs_are_found_in_folders_files_and_collections(tmp_path: Path) -> None
     save(run(seed=2), tmp_path, "deep", "c", "result.json")
     file = save(run(seed=3), tmp_path, "d", "result.json")
     collection = save({"runs": [run(seed=4), run(seed=5)]}, tmp_path, "old.json")
-    assert sorted(seeds(load([tmp_path / "a", str(tmp_path / "deep"), file, collection]))) == [0, 1, 2, 3, 4, 5]
+    assert sorted(seeds(load_results([tmp_path / "a", str(tmp_path / "deep"), file, collection]))) == [0, 1, 2, 3, 4, 5]
 
 
 def test_the_same_run_counts_once_and_the_last_one_finished_is_kept(tmp_path: Path) -> None:
@@ -41,13 +41,13 @@ def test_the_same_run_counts_once_and_the_last_one_finished_is_kept(tmp_path: Pa
     moved = run(finished="2025-12-31T00:00:00Z") | {"settings": dict(reversed(first["settings"].items()))}
     save(first, tmp_path, "a", "result.json")
     save(moved, tmp_path, "c", "result.json")
-    [kept] = load([tmp_path, tmp_path / "a", save({"runs": [again, first]}, tmp_path, "collection.json")])
+    [kept] = load_results([tmp_path, tmp_path / "a", save({"runs": [again, first]}, tmp_path, "collection.json")])
     assert kept["steps"] == 7
     workers = run()
     workers["settings"]["workers"] = 2
-    assert len(unique([run(), workers])) == 1  # which changes how long it takes, not what comes out
+    assert len(drop_repeated([run(), workers])) == 1  # which changes how long it takes, not what comes out
     others = [run(seed=1), run(method="sgdlp-l"), run(format="fixed8.6"), run("mnist-mlp")]
-    assert len(unique([run(), *others])) == 5
+    assert len(drop_repeated([run(), *others])) == 5
 
 
 @pytest.mark.parametrize(
@@ -71,18 +71,18 @@ def test_files_that_are_no_results_are_named(tmp_path: Path, content: str, messa
     file.write_text(content)
     for path in (file, tmp_path):
         with pytest.raises(ValueError, match=message) as caught:
-            load([path])
+            load_results([path])
         assert str(file) in str(caught.value)
         assert "\n" not in str(caught.value)
 
 
 def test_places_without_results_are_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=f"there is no {tmp_path}/nowhere; give folders of finished runs"):
-        load([tmp_path / "nowhere"])
+        load_results([tmp_path / "nowhere"])
     with pytest.raises(ValueError, match=f"there is no result.json in or below {tmp_path}; a run writes it when"):
-        load([tmp_path])
+        load_results([tmp_path])
     with pytest.raises(ValueError, match="there is nothing to report"):
-        load([save({"runs": []}, tmp_path, "empty.json")])
+        load_results([save({"runs": []}, tmp_path, "empty.json")])
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_wrong_fields_are_named(name: str, value: Any, message: str) -> None:
         where = where[part]
     where[last] = value
     with pytest.raises(ValueError, match=f"^this is not the result of a run: {message}"):
-        checked(result, "this")
+        check_result(result, "this")
 
 
 def test_what_may_be_missing_may_be_missing() -> None:
@@ -123,15 +123,15 @@ def test_what_may_be_missing_may_be_missing() -> None:
     for name in ("single", "r_hat", "ess"):
         del result[name]
     del result["data"]["note"], result["trace"]["error"]
-    assert checked(result, "this") is result
+    assert check_result(result, "this") is result
     for name in ("scaled", "r_hat", "single"):
         result[name] = None
-    assert checked(result, "this") is result
+    assert check_result(result, "this") is result
 
 
 def refusal(result: Any) -> str | None:
     try:
-        checked(result, "this")
+        check_result(result, "this")
     except ValueError as error:
         return str(error)
     return None
@@ -162,5 +162,5 @@ def test_a_result_with_anything_in_any_place_is_taken_or_refused_in_a_sentence(d
 def test_computing_counts_chains_and_ranks() -> None:
     trace: dict[str, Any] = {"steps": [1, 2, 1, 2]}
     one: dict[str, Any] = {"trace": trace, "seconds": {"train": 10.0, "evaluate": 1.0}}
-    assert computing(one) == 11
-    assert computing(one | {"ranks": 2, "trace": trace | {"chains": [2, 2]}}) == 41
+    assert computing_seconds(one) == 11
+    assert computing_seconds(one | {"ranks": 2, "trace": trace | {"chains": [2, 2]}}) == 41

@@ -1,1 +1,6 @@
-"""Data sets: files found or downloaded, read, and served as batches of examples; `datasets` is the entry point."""
+"""Data sets: files found or downloaded, read, and served as batches of examples."""
+
+from .datasets import Data, DatasetName, load_dataset, make_loader
+from .examples import Examples
+
+__all__ = ["Data", "DatasetName", "Examples", "load_dataset", "make_loader"]

@@ -1,4 +1,4 @@
-"""The data sets of the paper's experiments, and two small ones: Fashion-MNIST for what is out of distribution, and digits."""
+"""Load data sets by name: those of the paper's experiments, Fashion-MNIST as out-of-distribution data, and small digits."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from ..._validate import check_integer
 from ...quantization import random
 from ...quantization.random import Key
 from ...sampling.loader import Loader
-from .augment import augmentation
-from .examples import Examples, Pictures, Scale, Texts, as_it_is
-from .fetch import LAYOUTS, find
+from .augment import augmentation_key
+from .examples import Examples, Images, Scale, Texts, keep_batch
+from .fetch import LAYOUTS, find_files
 from .images import read_photos
-from .readers import members, read_pair, read_records
-from .text import pad, read_imdb
+from .readers import read_members, read_pair, read_records
+from .text import pad_texts, read_imdb
 
-__all__ = ["Data", "Examples", "Name", "load", "loader"]
+__all__ = ["Data", "DatasetName", "load_dataset", "make_loader"]
 
-Name: TypeAlias = Literal["mnist", "fashion-mnist", "cifar10", "cifar100", "imdb", "imagenet", "digits"]
+DatasetName: TypeAlias = Literal["mnist", "fashion-mnist", "cifar10", "cifar100", "imdb", "imagenet", "digits"]
 
-# How many examples there are to learn from and to test with.
-COUNTS: dict[Name, tuple[int, int]] = {
+# Numbers of training and test examples.
+COUNTS: dict[DatasetName, tuple[int, int]] = {
     "mnist": (60_000, 10_000), "fashion-mnist": (60_000, 10_000), "cifar10": (50_000, 10_000), "cifar100": (50_000, 10_000),
     "imdb": (25_000, 25_000), "imagenet": (1_281_167, 50_000), "digits": (1197, 600),
 }  # fmt: skip
 
 
 class Records(NamedTuple):
-    """CIFAR's files, and what they hold: so many bytes of labels, the last of which is the finest."""
+    """Files of CIFAR, and their content: ``labels`` is the number of label bytes, of which the last is the finest."""
 
     classes: int
     labels: int
@@ -43,7 +43,7 @@ class Records(NamedTuple):
     scale: Scale
 
 
-CIFAR: dict[Name, Records] = {
+CIFAR: dict[DatasetName, Records] = {
     "cifar10": Records(
         classes=10,
         labels=1,
@@ -60,8 +60,8 @@ CIFAR: dict[Name, Records] = {
     ),
 }
 
-# MNIST and Fashion-MNIST have files of the same names. This is the SHA-256 of their training labels.
-LABELS: dict[str, Name] = {
+# SHA-256 of the training labels: MNIST and Fashion-MNIST have files of the same names.
+LABELS: dict[str, DatasetName] = {
     "1feba77c54802fa5339a11837ea4b2866434b83314ec45192930f1df69120c13": "mnist",
     "657fbd221bfc9f4198cc14b5619cc33ec57c58dd0e47af4d99d6650759e869a7": "fashion-mnist",
 }
@@ -69,22 +69,22 @@ LABELS: dict[str, Name] = {
 
 @dataclass(frozen=True)
 class Data:
-    """A data set: examples to learn from and to test with."""
+    """A data set: training and test examples."""
 
-    name: Name
+    name: DatasetName
     train: Examples
     test: Examples
     classes: int
     shape: tuple[int, ...]
-    """Of one input."""
+    """Shape of one input."""
     words: int | None = None
-    """Of texts: the size of the vocabulary, with padding (0) and unknown words (1)."""
+    """Size of the vocabulary of texts, with padding (0) and unknown words (1)."""
     note: str | None = None
-    """What there is of it, if not everything."""
+    """Description of the part that is present, if it is not everything."""
 
 
-def load(
-    name: Name,
+def load_dataset(
+    name: DatasetName,
     data_dir: Path | None = None,
     *,
     limit_train: int | None = None,
@@ -96,23 +96,23 @@ def load(
     size: int = 224,
     progress: bool = True,
 ) -> Data:
-    """A data set by its name. It is downloaded if it is not there and no folder was named in which it should be.
+    """Load a data set by its name; download it if it is missing and no folder was given.
 
     Args:
-        name: of the data set.
-        data_dir: the folder with its official files, or the folder of that one; by default $QLANGEVIN_DATA, or else
+        name: name of the data set.
+        data_dir: folder with its official files, or the parent of that folder; by default $QLANGEVIN_DATA, or else
             ~/.cache/qlangevin.
-        limit_train: take the first training examples only; classes are mixed.
-        limit_test: the same of the test examples.
+        limit_train: take only this many training examples, the first ones; classes are mixed.
+        limit_test: take only this many test examples.
         augment: crop and flip training images of CIFAR and ImageNet at random.
-        seed: of the augmentation.
-        length: of the texts of IMDB, in words: the last ones of a longer text.
-        words: size of their vocabulary: padding, unknown words, and the most frequent ones of all training texts.
-        size: of the images of ImageNet, in pixels.
+        seed: seed of the augmentation.
+        length: words of a text of IMDB; of longer texts the last words are kept.
+        words: size of the vocabulary of IMDB: padding, unknown words, and the most frequent words of all training texts.
+        size: side of the images of ImageNet, in pixels.
         progress: show a bar when something takes long.
     """
     if name not in COUNTS:
-        raise ValueError(f"there is no data set {name!r}; there are {', '.join(get_args(Name))}")
+        raise ValueError(f"there is no data set {name!r}; there are {', '.join(get_args(DatasetName))}")
     for label, limit in (("limit_train", limit_train), ("limit_test", limit_test)):
         if limit is not None:
             check_integer(label, limit, 1)
@@ -121,10 +121,10 @@ def load(
         check_integer("words", words, 3),
         check_integer("size", size, 1, 10_000),
     )
-    key = augmentation(seed) if augment else None
+    key = augmentation_key(seed) if augment else None
     if name == "digits":
         return _limited(_digits(), limit_train, limit_test)
-    files = find(name, data_dir, progress)
+    files = find_files(name, data_dir, progress)
     if name in ("mnist", "fashion-mnist"):
         data = _mnist(name, files)
     elif name == "imdb":
@@ -136,14 +136,14 @@ def load(
     return _limited(data, limit_train, limit_test)
 
 
-def loader(examples: Examples, batch_size: int, *, shuffle: bool, workers: int = 0, **options: Any) -> Loader:
-    """Batches of examples, each looked up as a whole; the other options are those of `Loader`."""
+def make_loader(examples: Examples, batch_size: int, *, shuffle: bool, workers: int = 0, **options: Any) -> Loader:
+    """Return a loader that looks up a whole batch at once; the other options are those of `Loader`."""
     workers = check_integer("workers", workers, 0)
-    return Loader(examples, batch_size, shuffle=shuffle, num_workers=workers, collate_fn=as_it_is, **options)
+    return Loader(examples, batch_size, shuffle=shuffle, num_workers=workers, collate_fn=keep_batch, **options)
 
 
 def _limited(data: Data, limit_train: int | None, limit_test: int | None) -> Data:
-    """The first examples, and what to say about that."""
+    """Return the first examples, with a note that says which part of the data set they are."""
     kind, notes, parts = "texts" if data.words else "images", [], []
     asked = (("train", "training", data.train, limit_train), ("test", "test", data.test, limit_test))
     for (short, long, part, limit), total in zip(asked, COUNTS[data.name], strict=True):
@@ -156,7 +156,7 @@ def _limited(data: Data, limit_train: int | None, limit_test: int | None) -> Dat
     return replace(data, train=parts[0], test=parts[1], note=note or None)
 
 
-def _mnist(name: Name, files: Sequence[Path]) -> Data:
+def _mnist(name: DatasetName, files: Sequence[Path]) -> Data:
     train, test = read_pair(files[0], files[1]), read_pair(files[2], files[3])
     found = LABELS.get(hashlib.sha256(train[1].byte().numpy().tobytes()).hexdigest(), name)
     if found != name:
@@ -164,14 +164,14 @@ def _mnist(name: Name, files: Sequence[Path]) -> Data:
             f"the files in {files[0].parent} are those of {LAYOUTS[found].title}, not of {LAYOUTS[name].title}; name "
             "another folder, or one with a folder for each"
         )
-    return Data(name, Pictures(*train, Scale()), Pictures(*test, Scale()), 10, (1, 28, 28))
+    return Data(name, Images(*train, Scale()), Images(*test, Scale()), 10, (1, 28, 28))
 
 
-def _cifar(name: Name, path: Path, key: Key | None, limit: int | None, progress: bool) -> Data:
+def _cifar(name: DatasetName, path: Path, key: Key | None, limit: int | None, progress: bool) -> Data:
     form = CIFAR[name]
     found = {
         file: read_records(data, where, form.classes, form.labels)
-        for file, where, data in members(path, (*form.train, form.test), progress)
+        for file, where, data in read_members(path, (*form.train, form.test), progress)
     }
     if form.test not in found:
         raise ValueError(f"{path} lacks {form.test}; get {LAYOUTS[name].origin}")
@@ -184,13 +184,13 @@ def _cifar(name: Name, path: Path, key: Key | None, limit: int | None, progress:
             f"{LAYOUTS[name].origin}" + (f", or set limit_train to at most {there}" if there else "")
         )
     pixels, labels = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
-    train, test = Pictures(pixels, labels, form.scale, key), Pictures(*found[form.test], form.scale)
+    train, test = Images(pixels, labels, form.scale, key), Images(*found[form.test], form.scale)
     return Data(name, train, test, form.classes, (3, 32, 32))
 
 
 def _imdb(path: Path, length: int, words: int, progress: bool) -> Data:
     learned, tested = read_imdb(path, progress)
-    train, test = (Texts(pad(reviews, length, words), reviews.labels) for reviews in (learned, tested))
+    train, test = (Texts(pad_texts(reviews, length, words), reviews.labels) for reviews in (learned, tested))
     return Data("imdb", train, test, 2, (length,), min(words, int(learned.numbers.max()) + 1))
 
 
@@ -206,7 +206,7 @@ def _imagenet(path: Path, size: int, key: Key | None, progress: bool) -> Data:
 
 
 def _digits() -> Data:
-    """The 1797 digits of 8x8 pixels, from 0 to 16, that come with scikit-learn; the split is always the same."""
+    """Load the 1797 digits of scikit-learn, 8x8 pixels from 0 to 16, with a fixed split."""
     try:
         from sklearn.datasets import load_digits
     except ImportError:
@@ -218,5 +218,5 @@ def _digits() -> Data:
     pixels = torch.from_numpy(images).byte().view(-1, 1, 8, 8)[order]
     labels = torch.from_numpy(targets).long()[order]
     count = COUNTS["digits"][0]
-    train, test = (Pictures(pixels[part], labels[part], Scale(16)) for part in (slice(count), slice(count, None)))
+    train, test = (Images(pixels[part], labels[part], Scale(16)) for part in (slice(count), slice(count, None)))
     return Data("digits", train, test, 10, (1, 8, 8))

@@ -1,4 +1,4 @@
-"""Examples by index, a whole batch at once: to look up 64 pictures one by one would take longer than to learn from them."""
+"""Examples looked up a batch at a time: one by one, 64 images would take longer than a training step on them."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from ...quantization.random import Key
-from .augment import crop_and_flip, shifts
+from .augment import crop_and_flip, draw_shifts
 
-__all__ = ["Batch", "Examples", "Pictures", "Scale", "Texts", "as_it_is"]
+__all__ = ["Batch", "Examples", "Images", "Scale", "Texts", "keep_batch"]
 
 Batch: TypeAlias = tuple[Tensor, Tensor]
 
 
 class Examples(Dataset[Batch], ABC):
-    """Inputs and labels. Random augmentation depends on the seed, the epoch and the index of an example, on nothing else."""
+    """Inputs and labels. Random augmentation depends only on the seed, the epoch and the index of an example."""
 
     labels: Tensor
 
     @abstractmethod
     def __getitems__(self, indices: Sequence[int]) -> Batch:
-        """A batch, stacked already; a DataLoader that is to use this needs `as_it_is` for its ``collate_fn``."""
+        """Return a stacked batch; a DataLoader needs `keep_batch` as its ``collate_fn``."""
 
     @abstractmethod
     def first(self, count: int) -> Examples:
-        """The first of them, by themselves."""
+        """Return the first examples."""
 
     def __getitem__(self, index: int) -> Batch:
         inputs, labels = self.__getitems__([index])
@@ -39,28 +39,29 @@ class Examples(Dataset[Batch], ABC):
         return len(self.labels)
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin another epoch: a `Loader` does so. Where nothing is random, nothing changes."""
+        """Set the epoch, on which random augmentation depends; a `Loader` calls this."""
 
 
-def as_it_is(batch: Batch) -> Batch:
-    """What `Examples` hand out is stacked already."""
+def keep_batch(batch: Batch) -> Batch:
+    """Return the batch unchanged: `Examples` return stacked ones."""
     return batch
 
 
 class Scale(NamedTuple):
-    """What pixels become: (x / most - mean) / std, channel by channel."""
+    """Scaling of pixels: (x / most - mean) / std, channel by channel."""
 
     most: int = 255
     mean: tuple[float, ...] = (0.0,)
     std: tuple[float, ...] = (1.0,)
 
     def __call__(self, pixels: Tensor) -> Tensor:
+        """Return scaled pixels."""
         mean, std = (self.most * torch.tensor(t, device="cpu").view(-1, 1, 1) for t in (self.mean, self.std))
         return pixels.float().sub_(mean).div_(std)
 
 
-class Pictures(Examples):
-    """Pictures kept as bytes (n, channels, height, width); with a key, cropped and flipped at random."""
+class Images(Examples):
+    """Images stored as bytes (n, channels, height, width); with a key, cropped and flipped at random."""
 
     def __init__(self, pixels: Tensor, labels: Tensor, scale: Scale, augment: Key | None = None) -> None:
         self.pixels, self.labels, self.scale, self.augment = pixels, labels, scale, augment
@@ -69,7 +70,7 @@ class Pictures(Examples):
 
     def set_epoch(self, epoch: int) -> None:
         if epoch != self.epoch:
-            self.shifts = None if self.augment is None else shifts(self.augment.at(epoch), len(self))
+            self.shifts = None if self.augment is None else draw_shifts(self.augment.at(epoch), len(self))
             self.epoch = epoch
 
     def __getitems__(self, indices: Sequence[int]) -> Batch:
@@ -79,12 +80,12 @@ class Pictures(Examples):
             pixels = crop_and_flip(pixels, self.shifts[chosen])
         return self.scale(pixels), self.labels[chosen]
 
-    def first(self, count: int) -> Pictures:
-        return Pictures(self.pixels[:count], self.labels[:count], self.scale, self.augment)
+    def first(self, count: int) -> Images:
+        return Images(self.pixels[:count], self.labels[:count], self.scale, self.augment)
 
 
 class Texts(Examples):
-    """Texts as rows of word numbers, followed by zeros."""
+    """Texts as rows of word numbers, padded with zeros."""
 
     def __init__(self, texts: Tensor, labels: Tensor) -> None:
         self.texts, self.labels = texts, labels

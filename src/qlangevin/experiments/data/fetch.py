@@ -1,4 +1,4 @@
-"""Where the files of a data set are: in a folder that is given, in the cache, or at an official place to download from."""
+"""Find the files of a data set: in a given folder, or in the cache, to which they are downloaded from their official source."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from threading import get_ident
 from ..._progress import progress_bar
 from ...storage.files import remove_leftovers
 
-__all__ = ["LAYOUTS", "File", "Layout", "cache_folder", "find"]
+__all__ = ["LAYOUTS", "File", "Layout", "cache_folder", "find_files"]
 
-PIECE = 1 << 18  # bytes that are asked for at once, so that the bar moves and Ctrl-C is heard
-PATIENCE = 60  # seconds without an answer
+PIECE = 1 << 18  # bytes read at once: small enough for the bar to move and Ctrl-C to be handled
+TIMEOUT = 60  # seconds without an answer
 
 
 @dataclass(frozen=True)
 class File:
-    """A file to download, and the names it may have, or have unpacked, if it is there already."""
+    """A file to download, and the names under which it, or its unpacked content, may be present."""
 
     names: tuple[str, ...]
     url: str = ""
@@ -30,6 +30,7 @@ class File:
     sha256: str = ""
 
     def within(self, folder: Path) -> Path | None:
+        """Return the path of the file in a folder; None if it is missing."""
         return next((path for name in self.names if (path := folder / name).exists()), None)
 
     def __str__(self) -> str:
@@ -38,25 +39,26 @@ class File:
 
 @dataclass(frozen=True)
 class Layout:
-    """The files of a data set, and the folders in which they are looked for besides the one that is given."""
+    """Files of a data set, and the subfolders of the data folder in which they may be."""
 
     title: str
     folders: tuple[str, ...]
     files: tuple[File, ...]
-    origin: str  # what a user has to get
+    origin: str  # what the user has to get, and from where
 
     @property
     def wanted(self) -> str:
+        """Names of all files, for messages."""
         return ", ".join(map(str, self.files))
 
 
-def idx(base: str, *known: tuple[str, int, str]) -> tuple[File, ...]:
-    """The files of MNIST and of those that have the same form."""
+def idx_files(base: str, *known: tuple[str, int, str]) -> tuple[File, ...]:
+    """Return the files of MNIST and of data sets of the same form."""
     return tuple(File((f"{name}.gz", name), f"{base}/{name}.gz", size, digest) for name, size, digest in known)
 
 
-def archive(url: str, size: int, sha256: str, *unpacked: str) -> tuple[File, ...]:
-    """One packed file, or what it holds."""
+def archive_file(url: str, size: int, sha256: str, *unpacked: str) -> tuple[File, ...]:
+    """Return one archive, which may be present unpacked."""
     return (File((*unpacked, url.rpartition("/")[2]), url, size, sha256),)
 
 
@@ -65,7 +67,7 @@ LAYOUTS = {
     "mnist": Layout(
         "MNIST",
         ("mnist", "MNIST/raw", "MNIST"),
-        idx(
+        idx_files(
             "https://ossci-datasets.s3.amazonaws.com/mnist",
             ("train-images-idx3-ubyte", 9912422, "440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609"),
             ("train-labels-idx1-ubyte", 28881, "3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c"),
@@ -77,7 +79,7 @@ LAYOUTS = {
     "fashion-mnist": Layout(
         "Fashion-MNIST",
         ("fashion-mnist", "FashionMNIST/raw", "FashionMNIST"),
-        idx(
+        idx_files(
             "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com",
             ("train-images-idx3-ubyte", 26421880, "3aede38d61863908ad78613f6a32ed271626dd12800ba2636569512369268a84"),
             ("train-labels-idx1-ubyte", 29515, "a04f17134ac03560a47e3764e11b92fc97de4d1bfaf8ba1a3aa29af54cc90845"),
@@ -89,7 +91,7 @@ LAYOUTS = {
     "cifar10": Layout(
         "CIFAR-10",
         ("cifar10", "cifar-10"),
-        archive(
+        archive_file(
             "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz",
             170052171,
             "c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd",
@@ -100,7 +102,7 @@ LAYOUTS = {
     "cifar100": Layout(
         "CIFAR-100",
         ("cifar100", "cifar-100"),
-        archive(
+        archive_file(
             "https://www.cs.toronto.edu/~kriz/cifar-100-binary.tar.gz",
             168513733,
             "58a81ae192c23a4be8b1804d68e518ed807d710a4eb253b1f2a199162a40d8ec",
@@ -111,7 +113,7 @@ LAYOUTS = {
     "imdb": Layout(
         "IMDB",
         ("imdb", "IMDB"),
-        archive(
+        archive_file(
             "https://ai.stanford.edu/~amaas/data/sentiment/aclImdb_v1.tar.gz",
             84125825,
             "c40f74a18d3b61f90feba1e17730e0d38e8b97c05fde7008942e91923d1658fe",
@@ -129,19 +131,19 @@ LAYOUTS = {
 
 
 def cache_folder() -> Path:
-    """$XDG_CACHE_HOME/qlangevin, or ~/.cache/qlangevin."""
+    """Return $XDG_CACHE_HOME/qlangevin, or ~/.cache/qlangevin."""
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "qlangevin"
 
 
-def find(name: str, data_dir: Path | str | None = None, progress: bool = True) -> list[Path]:
-    """The files of a data set: in ``data_dir``, else in $QLANGEVIN_DATA, else in the cache, if need be after a download."""
+def find_files(name: str, data_dir: Path | str | None = None, progress: bool = True) -> list[Path]:
+    """Return the files of a data set: in ``data_dir``, else in $QLANGEVIN_DATA, else in the cache, downloaded if need be."""
     layout, given = LAYOUTS[name], data_dir or os.environ.get("QLANGEVIN_DATA")
     root = Path(given).expanduser() if given else cache_folder()
     if given and not root.is_dir():
         raise ValueError(f"the data folder {root} does not exist; give one that does, or none")
-    places = [root / folder for folder in (*layout.folders, ".")]
-    folder = next((place for place in places if any(file.within(place) for file in layout.files)), None)
+    candidates = [root / name for name in (*layout.folders, ".")]
+    folder = next((each for each in candidates if any(file.within(each) for file in layout.files)), None)
     if folder is None:
         if given or not all(file.url for file in layout.files):
             raise ValueError(
@@ -156,7 +158,7 @@ def find(name: str, data_dir: Path | str | None = None, progress: bool = True) -
 
 
 def download(file: File, folder: Path, progress: bool = True) -> Path:
-    """Get a file that is known by its SHA-256; it is in its place when it is whole, and not before."""
+    """Download a file and check its SHA-256; it appears under its name only when it is complete."""
     target = folder / file.url.rpartition("/")[2]
     temporary = target.with_name(f".{target.name}.{os.getpid()}-{get_ident()}.tmp")
     try:
@@ -175,16 +177,16 @@ def download(file: File, folder: Path, progress: bool = True) -> Path:
             f"{file.url} could not be downloaded ({reason}); try again, or put the file into {folder} by other means"
         ) from error
     finally:
-        with suppress(OSError):  # it is gone if all went well
+        with suppress(OSError):  # it was renamed if all went well
             temporary.unlink()
     return target
 
 
 def _copy(file: File, path: Path, progress: bool) -> tuple[int, str]:
-    """(bytes, SHA-256) of what came; more than there should be is not waited for."""
+    """Copy the file from its URL and return (bytes, SHA-256); stop when there are more bytes than there should be."""
     size, digest, label = 0, hashlib.sha256(), f"downloading {file.url.rpartition('/')[2]}"
     with (
-        urllib.request.urlopen(file.url, timeout=PATIENCE) as answer,
+        urllib.request.urlopen(file.url, timeout=TIMEOUT) as answer,
         open(path, "xb") as out,
         progress_bar(file.size, label, progress) as advance,
     ):

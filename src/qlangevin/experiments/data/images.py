@@ -1,4 +1,4 @@
-"""ImageNet: photos in class folders, decoded when they are asked for, by worker processes if there are any."""
+"""ImageNet: photos in class folders, decoded when they are looked up, by worker processes if there are any."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from torch import Tensor
 
 from ..._progress import progress_bar
 from ...quantization.random import Key
-from .augment import centre, random_box
+from .augment import centre_box, random_box
 from .examples import Batch, Examples, Scale
-from .readers import interleaved
+from .readers import interleave
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -27,9 +27,9 @@ SCALE = Scale(255, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 
 
 class Photos(Examples):
-    """Photos of any size, cut to a square: with a key a random part, else the middle.
+    """Photos of any size, cropped to a square: with a key a random part, else the middle.
 
-    Names are kept in one block of memory. A million Python strings would be copied into every worker, one by one.
+    Names are stored in one array. A million Python strings would be copied into every worker, one by one.
     """
 
     def __init__(
@@ -44,17 +44,18 @@ class Photos(Examples):
     def __getitems__(self, indices: Sequence[int]) -> Batch:
         chosen = torch.tensor(indices, dtype=torch.int64, device="cpu")
         labels = self.labels[chosen]
-        pixels = torch.stack([self._square(i) for i in (chosen % len(self)).tolist()])
+        pixels = torch.stack([self._read_square(i) for i in (chosen % len(self)).tolist()])
         return SCALE(pixels.permute(0, 3, 1, 2).contiguous()), labels
 
     def first(self, count: int) -> Photos:
         return Photos(self.folder, self.classes, self.names[:count], self.labels[:count], self.size, self.augment)
 
     def path(self, index: int) -> Path:
-        """Where a photo is."""
+        """Return the path of a photo."""
         return self.folder / self.classes[int(self.labels[index])] / os.fsdecode(self.names[index])
 
-    def _square(self, index: int) -> Tensor:
+    def _read_square(self, index: int) -> Tensor:
+        """Decode a photo and return its square as (size, size, 3) bytes."""
         from PIL import Image
 
         path = self.path(index)
@@ -66,13 +67,14 @@ class Photos(Examples):
         except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
             raise ValueError(f"{path} cannot be read as a photo ({error}); get it again, or remove it") from None
         if self.augment is None:
-            square = _middle(photo, self.size)
+            square = _crop_middle(photo, self.size)
         else:
-            square = _part(photo, self.size, self.augment.at(self.epoch).fold(index))
+            square = _crop_part(photo, self.size, self.augment.at(self.epoch).fold(index))
         return torch.from_numpy(np.array(square))
 
 
-def _part(photo: Image, size: int, key: Key) -> Image:
+def _crop_part(photo: Image, size: int, key: Key) -> Image:
+    """Crop a random part, resize it to a square, and flip half of the photos."""
     from PIL.Image import Resampling, Transpose
 
     box, flip = random_box(key, photo.width, photo.height)
@@ -80,17 +82,17 @@ def _part(photo: Image, size: int, key: Key) -> Image:
     return square.transpose(Transpose.FLIP_LEFT_RIGHT) if flip else square
 
 
-def _middle(photo: Image, size: int) -> Image:
-    """The short side becomes 256/224 of the size; then the middle is cut out."""
+def _crop_middle(photo: Image, size: int) -> Image:
+    """Resize the short side to 256/224 of the size, then crop the middle."""
     from PIL.Image import Resampling
 
     factor = round(size * 256 / 224) / min(photo.size)
     width, height = (max(size, round(side * factor)) for side in photo.size)
-    return photo.resize((width, height), Resampling.BILINEAR).crop(centre(width, height, size, size))
+    return photo.resize((width, height), Resampling.BILINEAR).crop(centre_box(width, height, size, size))
 
 
 def read_photos(folder: Path, size: int, augment: Key | None = None, progress: bool = True) -> Photos:
-    """The photos folder/<class>/*.JPEG, the classes in alphabetical order and taking turns."""
+    """List the photos folder/<class>/*.JPEG; classes are numbered in alphabetical order, and their photos interleaved."""
     if not folder.is_dir():
         raise ValueError(f"there is no folder {folder}; expected are photos {folder}/<class>/*.JPEG")
     classes = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir())
@@ -109,6 +111,6 @@ def read_photos(folder: Path, size: int, augment: Key | None = None, progress: b
             names += map(os.fsencode, found)
             labels += [label] * len(found)
             advance(f"listing {folder.name}", 1)
-    of = torch.tensor(labels, dtype=torch.int64, device="cpu")
-    order = interleaved(of)
-    return Photos(folder, classes, np.array(names)[order.numpy()], of[order], size, augment)
+    targets = torch.tensor(labels, dtype=torch.int64, device="cpu")
+    order = interleave(targets)
+    return Photos(folder, classes, np.array(names)[order.numpy()], targets[order], size, augment)

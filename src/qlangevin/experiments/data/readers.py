@@ -1,4 +1,4 @@
-"""Readers of pictures in the official files: each checks that it has what it should, and says which file has not."""
+"""Read images from the official files; each reader validates its file and names it in its errors."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from torch import Tensor
 
 from ..._progress import progress_bar
 
-__all__ = ["interleaved", "members", "read_archive", "read_idx", "read_pair", "read_records"]
+__all__ = ["interleave", "read_archive", "read_idx", "read_members", "read_pair", "read_records"]
 
 AGAIN = "remove it and get it again"
 
 
 def read_pair(images: Path, labels: Path, classes: int = 10) -> tuple[Tensor, Tensor]:
-    """Pictures of 28x28 pixels and their labels, from two idx files."""
+    """Read images of 28x28 pixels and their labels from two idx files."""
     pixels, numbers = read_idx(images, (28, 28)), read_idx(labels, ())
     if len(pixels) != len(numbers):
         raise ValueError(f"{images} has {len(pixels)} images, but {labels} has {len(numbers)} labels; get both again")
@@ -32,11 +32,11 @@ def read_pair(images: Path, labels: Path, classes: int = 10) -> tuple[Tensor, Te
 
 
 def read_idx(path: Path, shape: Sequence[int]) -> Tensor:
-    """The bytes of an idx file, packed or not: (n, *shape).
+    """Read the bytes of an idx file, compressed or not: (n, *shape).
 
-    It begins with 32-bit words: one that says bytes and the number of dimensions, and one for each dimension.
+    Its header consists of 32-bit words: a magic number with data type and number of dimensions, then the dimensions.
     """
-    with readable(path):
+    with explain_damage(path):
         data = bytearray(gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes())
     magic, header = 0x800 + 1 + len(shape), 4 * (2 + len(shape))
     if len(data) < header:
@@ -53,7 +53,7 @@ def read_idx(path: Path, shape: Sequence[int]) -> Tensor:
 
 
 def read_records(data: bytes, where: str, classes: int, labels: int) -> tuple[Tensor, Tensor]:
-    """CIFAR's binary form: records of one or two bytes, the last of them the label, and 3 x 32 x 32 of a picture."""
+    """Read CIFAR's binary form: records of one or two bytes, the last of them the label, and an image of 3 x 32 x 32 bytes."""
     size = labels + 3 * 32 * 32
     if len(data) % size or not data:
         raise ValueError(f"{where} is damaged: it has {len(data)} bytes, not a multiple of {size}; {AGAIN}")
@@ -63,14 +63,15 @@ def read_records(data: bytes, where: str, classes: int, labels: int) -> tuple[Te
 
 
 def check_labels(labels: Tensor, classes: int, where: str) -> None:
+    """Raise ValueError if a label is not below the number of classes."""
     most = int(labels.max())
     if most >= classes:
         entry = int(labels.argmax())
         raise ValueError(f"{where} is damaged: entry {entry} has label {most}, the last is {classes - 1}; {AGAIN}")
 
 
-def members(path: Path, wanted: Sequence[str], progress: bool = True) -> Iterator[tuple[str, str, bytes]]:
-    """Those of some files that are there: beside ``path``, or inside it if it is packed. (name, where it was, content)"""
+def read_members(path: Path, wanted: Sequence[str], progress: bool = True) -> Iterator[tuple[str, str, bytes]]:
+    """Yield (name, location, content) of the wanted files that exist: beside ``path``, or inside it if it is an archive."""
     if path.suffix == ".gz":
         for name, content in read_archive(path, lambda name: Path(name).name in wanted, progress):
             yield Path(name).name, f"{name} in {path}", content
@@ -81,10 +82,10 @@ def members(path: Path, wanted: Sequence[str], progress: bool = True) -> Iterato
 
 
 def read_archive(path: Path, wanted: Callable[[str], Any], progress: bool = True) -> Iterator[tuple[str, bytes]]:
-    """The files in a packed archive whose names are wanted."""
+    """Yield name and content of the wanted files of an archive."""
     label = f"reading {path.name}"
     with (
-        readable(path),
+        explain_damage(path),
         open(path, "rb") as packed,
         progress_bar(path.stat().st_size, label, progress) as advance,
         gzip.open(packed) as unpacked,
@@ -96,21 +97,21 @@ def read_archive(path: Path, wanted: Callable[[str], Any], progress: bool = True
                 yield member.name, file.read()
             advance(label, packed.tell() - done)
             done = packed.tell()
-        while unpacked.read(1 << 20):  # to the end, where the checksum is
+        while unpacked.read(1 << 20):  # read to the end, where the checksum is
             pass
 
 
 @contextmanager
-def readable(path: Path) -> Iterator[None]:
-    """What is wrong with a packed file, in our words."""
+def explain_damage(path: Path) -> Iterator[None]:
+    """Turn errors of decompression into a ValueError that names the file."""
     try:
         yield
     except (EOFError, gzip.BadGzipFile, zlib.error, tarfile.TarError) as error:
         raise ValueError(f"{path} is damaged: it cannot be unpacked ({error}); {AGAIN}") from None
 
 
-def interleaved(labels: Tensor) -> Tensor:
-    """An order of examples in which the classes take turns, so that the first n are as balanced as can be."""
+def interleave(labels: Tensor) -> Tensor:
+    """Return an order of examples in which classes alternate, so that the first n are as balanced as possible."""
     grouped, counts = labels.argsort(stable=True), torch.bincount(labels)
     turns = torch.empty_like(labels)
     turns[grouped] = torch.arange(len(labels), device="cpu") - (counts.cumsum(0) - counts)[labels[grouped]]

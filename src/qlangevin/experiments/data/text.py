@@ -1,8 +1,8 @@
-"""Reviews as word numbers: reading IMDB's texts, cutting them into words, and keeping the result.
+"""Reviews as word numbers: read IMDB's texts, split them into words, number the words, and cache the result.
 
-Words are numbered by how often the training texts have them, from 2 on; ties are in alphabetical order. 0 is padding, 1 an
-unknown word. To have a smaller vocabulary is then to call all numbers above a limit unknown, so that what is kept in the
-cache depends on the texts and on nothing else.
+Words are numbered by their frequency in the training texts, from 2 on; ties are in alphabetical order. 0 is padding, 1 an
+unknown word. A smaller vocabulary then only means that all numbers above a limit become unknown, so that the cache depends on
+nothing but the texts.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from ..._progress import progress_bar
 from ...storage.files import DamagedError, map_file, remove_leftovers, sha256, write
 from ...storage.tensor_file import report_damage, tensor_chunks
 from .fetch import cache_folder
-from .readers import interleaved, read_archive
+from .readers import interleave, read_archive
 
-__all__ = ["Reviews", "pad", "read_imdb", "split"]
+__all__ = ["Reviews", "pad_texts", "read_imdb", "split_words"]
 
-VERSION = 1  # of what is kept: to be raised with any change of how texts are cut, numbered or ordered
+VERSION = 1  # of the cache: raise it with any change in splitting, numbering or order
 UNKNOWN, FIRST = 1, 2
 PARTS, CLASSES = ("train", "test"), ("neg", "pos")
 NAME = re.compile(r"(?:.*/)?(?:train|test)/(?:neg|pos)/\d+_\d+\.txt")
@@ -36,30 +36,32 @@ WORD = re.compile(r"[^\W_]+(?:'[^\W_]+)*|[^\w\s]|_")  # apostrophes inside belon
 
 
 class Reviews(NamedTuple):
-    """Texts one after the other as word numbers, how long each of them is, and whether it praises (1) or not (0)."""
+    """Word numbers of all texts one after the other, the length of each text, and its label: positive (1) or negative (0)."""
 
     numbers: Tensor
     lengths: Tensor
     labels: Tensor
 
 
-NAMES = [f"{part}.{field}" for part in PARTS for field in Reviews._fields]  # of the tensors that are kept
+NAMES = [f"{part}.{field}" for part in PARTS for field in Reviews._fields]  # of the tensors in the cache
 
 
 class Review(NamedTuple):
+    """One review as read; reviews are sorted in this order of fields."""
+
     part: str
     label: int
     id: int
     text: bytes
 
 
-def split(text: str) -> list[str]:
-    """Words in lower case, and punctuation marks, each by itself: "Don't!<br />" is don't and !"""
+def split_words(text: str) -> list[str]:
+    """Split a text into words in lower case and single punctuation marks: "Don't!<br />" becomes don't and !"""
     return WORD.findall(BREAK.sub(" ", text.lower()))
 
 
-def pad(reviews: Reviews, length: int, words: int) -> Tensor:
-    """(texts, length): of each text the last words, since the verdict tends to stand there, followed by zeros.
+def pad_texts(reviews: Reviews, length: int, words: int) -> Tensor:
+    """Return (texts, length): the last words of each text, where the verdict tends to be, padded with zeros.
 
     Numbers from ``words`` on become unknown words.
     """
@@ -72,13 +74,13 @@ def pad(reviews: Reviews, length: int, words: int) -> Tensor:
 
 
 def read_imdb(path: Path, progress: bool = True) -> tuple[Reviews, Reviews]:
-    """The reviews to learn from and to test with, from the archive or, if ``path`` is its folder train, from the folders."""
+    """Return training and test reviews, from the archive or, if ``path`` is its folder train, from the folders."""
     key = sha256(json.dumps([VERSION, _fingerprint(path)]).encode())
-    kept = cache_folder() / f"imdb-{key[:16]}.safetensors"
-    encoded = _load(kept)
+    cache = cache_folder() / f"imdb-{key[:16]}.safetensors"
+    encoded = _load_cache(cache)
     if encoded is None:
         encoded = _encode(_read(path, progress), progress)
-        _keep(kept, *encoded)
+        _save_cache(cache, *encoded)
     return encoded
 
 
@@ -86,7 +88,7 @@ def read_imdb(path: Path, progress: bool = True) -> tuple[Reviews, Reviews]:
 
 
 def _read(path: Path, progress: bool) -> list[list[Review]]:
-    """The reviews of both parts, in the order of their numbers, with praise and blame taking turns."""
+    """Read the reviews of both parts, sorted by their numbers, with positive and negative ones interleaved."""
     reviews = sorted(_review(name, text) for name, text in _texts(path, progress))
     parts = []
     for part in PARTS:
@@ -96,7 +98,7 @@ def _read(path: Path, progress: bool) -> list[list[Review]]:
             raise ValueError(
                 f"{path} has no reviews in {' and '.join(missing)}; expected are files {missing[0]}/ID_RATING.txt"
             )
-        parts.append([mine[i] for i in interleaved(labels).tolist()])
+        parts.append([mine[i] for i in interleave(labels).tolist()])
     return parts
 
 
@@ -126,7 +128,7 @@ def _review(name: str, text: bytes) -> Review:
 
 
 def _encode(parts: Sequence[Sequence[Review]], progress: bool) -> tuple[Reviews, Reviews]:
-    """Numbers in the order of appearance first, since words by the million take too much memory; then by frequency."""
+    """Number words in order of appearance, then renumber them by frequency; millions of words would take too much memory."""
     seen: dict[str, int] = {}
     with progress_bar(sum(map(len, parts)), "numbering words", progress) as advance:
         train = _appearance(parts[0], seen, advance)
@@ -142,7 +144,7 @@ def _encode(parts: Sequence[Sequence[Review]], progress: bool) -> tuple[Reviews,
 def _appearance(reviews: Sequence[Review], seen: dict[str, int], advance: Callable[[str, float], None]) -> Reviews:
     numbers, lengths = array("i"), []
     for review in reviews:
-        found = split(review.text.decode("utf-8", errors="replace"))
+        found = split_words(review.text.decode("utf-8", errors="replace"))
         numbers.extend([seen.setdefault(word, len(seen)) for word in found])
         lengths.append(len(found))
         advance("numbering words", 1)
@@ -152,11 +154,11 @@ def _appearance(reviews: Sequence[Review], seen: dict[str, int], advance: Callab
     return Reviews(torch.frombuffer(numbers, dtype=torch.int32), counts, labels)
 
 
-# ---- keeping
+# ---- cache
 
 
 def _fingerprint(path: Path) -> list[str] | str:
-    """What the reviews depend on: the content of the archive, or names, sizes and times of all files."""
+    """Return what identifies the reviews: the hash of the archive, or names, sizes and times of all files."""
     if path.is_dir():
         about = ((file, file.stat()) for file in _files(path))
         return [
@@ -166,8 +168,8 @@ def _fingerprint(path: Path) -> list[str] | str:
         return sha256(everything)
 
 
-def _load(path: Path) -> tuple[Reviews, Reviews] | None:
-    """What was kept, if it is there and whole."""
+def _load_cache(path: Path) -> tuple[Reviews, Reviews] | None:
+    """Return the cached reviews; None if they are missing or damaged."""
     what = "the cache of IMDB"
     try:
         with map_file(path, what), report_damage(what), safe_open(path, framework="pt") as file:
@@ -180,14 +182,14 @@ def _load(path: Path) -> tuple[Reviews, Reviews] | None:
     return Reviews(*train), Reviews(*test)
 
 
-def _keep(path: Path, train: Reviews, test: Reviews) -> None:
+def _save_cache(path: Path, train: Reviews, test: Reviews) -> None:
     tensors = dict(zip(NAMES, (*train, *test), strict=True))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         remove_leftovers(path.parent)
         write(path, tensor_chunks(tensors, {"sha256": _digest(tensors)}))
     except OSError as error:
-        warnings.warn(f"the words of IMDB could not be kept for next time in {path}: {error}", stacklevel=2)
+        warnings.warn(f"the words of IMDB could not be cached in {path}: {error}", stacklevel=2)
 
 
 def _digest(tensors: Mapping[str, Tensor]) -> str:

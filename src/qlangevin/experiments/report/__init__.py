@@ -1,1 +1,7 @@
-"""From saved results to a report: read, summarize, judge, draw, and lay out as a page; `build` is the entry point."""
+"""Reports of saved results: read, summarize, judge, draw, and lay out as a page."""
+
+from .build import Lead, write_report
+from .claims import claims
+from .results import load_results
+
+__all__ = ["Lead", "claims", "load_results", "write_report"]

@@ -1,4 +1,4 @@
-"""The paper's claims, one by one, held against results.
+"""Compare the paper's claims, one by one, with results.
 
 A difference counts if it is larger than two standard errors of the difference; otherwise, and where a single seed leaves the
 standard error unknown, the claim is undecided. A claim about every width holds if it does at each of them.
@@ -26,7 +26,7 @@ DEFINITION = (
     "at most 2 %, or by at most two combined standard errors."
 )
 
-REPORTED = {  # what the paper has of an experiment
+REPORTED = {  # scores that the paper has of an experiment
     **dict.fromkeys(("cifar10", "cifar100", "imdb"), ("error", "ece")),
     "imagenet": ("error", "top5"),
 }
@@ -36,7 +36,7 @@ CYCLICAL = (("csgldfp", "sgldfp"), ("csgldlp-f", "sgldlp-f"), ("vc-csgldlp-l", "
 
 @dataclass(frozen=True)
 class Claim:
-    """What the paper says of an experiment, whether it is so here, and by which numbers."""
+    """A claim of the paper about an experiment, the verdict of our results, and their numbers."""
 
     experiment: str
     text: str
@@ -45,7 +45,7 @@ class Claim:
 
 
 def claims(results: Iterable[Result]) -> list[Claim]:
-    """All that can be said about these results."""
+    """Judge all claims that these results allow to judge."""
     found: list[Claim] = []
     for experiment, cells in by_experiment(results).items():
         if sweep(cells):
@@ -56,12 +56,12 @@ def claims(results: Iterable[Result]) -> list[Claim]:
 
 
 def combined(a: Estimate, b: Estimate) -> float | None:
-    """Standard error of the difference."""
+    """Return the standard error of the difference; None if one of the errors is not known."""
     return None if a.error is None or b.error is None else math.hypot(a.error, b.error)
 
 
 def lower(a: Estimate, b: Estimate) -> Verdict:
-    """Whether a is below b."""
+    """Judge whether a is below b."""
     error, gap = combined(a, b), b.mean - a.mean
     if error is None or abs(gap) <= 2 * error:
         return "undecided"
@@ -69,36 +69,38 @@ def lower(a: Estimate, b: Estimate) -> Verdict:
 
 
 def _of_pairs(experiment: str, cells: Cells) -> Iterator[Claim]:
-    """SGLD against SGD, corrected against naive, cyclical against not; in each format, where both have been run."""
+    """Compare SGLD with SGD, corrected with naive, cyclical with not cyclical: in each format in which both have been run."""
     names = REPORTED.get(experiment, ("nll", "error", "ece"))
     for format in dict.fromkeys(format for _, format in cells):
         for (a, b), name in product((*PAIRS, *CYCLICAL), names):
             first, second = (scores(cells, method, name).get(format) for method in (a, b))
             if first is not None and second is not None:
                 text = f"{method_name(a)} has a lower {SCORES[name].title} than {method_name(b)} in {format}"
-                yield Claim(experiment, text, lower(first, second), _against(name, first, second))
+                yield Claim(experiment, text, lower(first, second), _compare(name, first, second))
         if family(format) == "bfp8":
             yield from _matches(experiment, cells, format, names)
 
 
-def _against(name: str, first: Estimate, second: Estimate) -> str:
+def _compare(name: str, first: Estimate, second: Estimate) -> str:
+    """Return both scores in words."""
     unit = " %" if SCORES[name].percent else ""
     seeds = "" if combined(first, second) is not None else "; one seed, so that its standard error is not known"
     return f"{SCORES[name].bare(first)}{unit} against {SCORES[name].bare(second)}{unit}{seeds}"
 
 
 def _matches(experiment: str, cells: Cells, format: str, names: Iterable[str]) -> Iterator[Claim]:
-    """In 8 bits throughout, the cyclical method is no worse than SGD in full precision."""
+    """Judge whether the cyclical method in 8 bits throughout is no worse than SGD in full precision."""
     for name in names:
         ours, full = scores(cells, "vc-csgldlp-l", name).get(format), scores(cells, "sgdfp", name).get("fp32")
         if ours is not None and full is not None:
             verdict: Verdict = "does not hold" if lower(full, ours) == "holds" else "holds"
             verdict = "undecided" if combined(ours, full) is None else verdict
             text = f"VC cSGLDLP-L in {format} has no higher {SCORES[name].title} than SGDFP"
-            yield Claim(experiment, text, verdict, _against(name, ours, full))
+            yield Claim(experiment, text, verdict, _compare(name, ours, full))
 
 
 def _of_widths(experiment: str, cells: Cells) -> Iterator[Claim]:
+    """Judge the claims about a sweep over fractional bits."""
     widths = sweep(cells)
     yield _everywhere(experiment, cells, widths, "sgldlp-f", "sgdlp-f")
     yield _sufficient(experiment, cells, widths, "sgldlp-f", "sgldfp", 6)
@@ -112,7 +114,7 @@ def _of_widths(experiment: str, cells: Cells) -> Iterator[Claim]:
 def _everywhere(
     experiment: str, cells: Cells, widths: dict[int, str], a: str, b: str, where: str = "at every width"
 ) -> Claim:
-    """That a's NLL is lower than b's."""
+    """Judge whether method a has a lower NLL than method b at all these widths."""
     text = f"{method_name(a)} has a lower NLL than {method_name(b)} {where}"
     first, second = scores(cells, a, "nll"), scores(cells, b, "nll")
     pairs = {bits: (first[f], second[f]) for bits, f in widths.items() if f in first and f in second}
@@ -125,9 +127,9 @@ def _everywhere(
 
 
 def _over_widths(pairs: dict[int, tuple[Estimate, Estimate]], verdicts: dict[int, Verdict]) -> str:
-    """How often, and the width at which it is closest, or most wrong."""
+    """Count the widths at which a is lower, and name the width at which it is so by the least."""
     bits = min(pairs, key=lambda bits: (pairs[bits][1].mean - pairs[bits][0].mean) / pairs[bits][1].mean)
-    worst = _against("nll", *pairs[bits])
+    worst = _compare("nll", *pairs[bits])
     if len(pairs) == 1:
         return worst
     lower_at = sum(a.mean < b.mean for a, b in pairs.values())
@@ -139,7 +141,7 @@ def _over_widths(pairs: dict[int, tuple[Estimate, Estimate]], verdicts: dict[int
 
 
 def _quality(cells: Cells, widths: dict[int, str], method: str, full: str) -> tuple[dict[int, bool], str]:
-    """At which widths a method has full-precision quality, and the numbers in words."""
+    """Return for each width whether a method has full-precision quality there, and the numbers in words."""
     reference, found = scores(cells, full, "nll").get("fp32"), scores(cells, method, "nll")
     if reference is None or not found:
         return {}, f"there are no runs of both {method_name(method)} and {method_name(full)}"
@@ -153,38 +155,39 @@ def _quality(cells: Cells, widths: dict[int, str], method: str, full: str) -> tu
     return good, f"{method_name(full)} {SCORES['nll'].bare(reference)}, and relative to it: {', '.join(words)}"
 
 
-def _from(good: dict[int, bool]) -> int | None:
-    """The width from which on all are good."""
+def _first_good(good: dict[int, bool]) -> int | None:
+    """Return the width from which on all are good; None if there is none."""
     bad = [bits for bits, fine in good.items() if not fine]
     return min((bits for bits in good if not bad or bits > max(bad)), default=None)
 
 
 def _sufficient(experiment: str, cells: Cells, widths: dict[int, str], method: str, full: str, bits: int) -> Claim:
-    """That all widths from this one on are good."""
+    """Judge whether all widths from this one on are good."""
     text = f"{method_name(method)} has full-precision quality from {bits} fractional bits on"
     good, numbers = _quality(cells, widths, method, full)
-    start, verdict = _from(good), UNDECIDED
+    start, verdict = _first_good(good), UNDECIDED
     if start is not None and start <= bits:
         verdict = "holds"
     elif any(not fine and b >= bits for b, fine in good.items()):
         verdict = "does not hold"
-    return Claim(experiment, text, verdict, _begins(good, numbers))
+    return Claim(experiment, text, verdict, _describe_quality(good, numbers))
 
 
 def _necessary(experiment: str, cells: Cells, widths: dict[int, str], method: str, full: str, bits: int) -> Claim:
-    """That the width before this one, or the one before that, is not good yet."""
+    """Judge whether a width of at least ``bits`` - 2 is not good yet."""
     text = f"{method_name(method)} needs at least {bits} fractional bits for full-precision quality"
     good, numbers = _quality(cells, widths, method, full)
-    start, verdict = _from(good), UNDECIDED
+    start, verdict = _first_good(good), UNDECIDED
     if start is not None and start < bits:
         verdict = "does not hold"
     elif any(not fine and b >= bits - 2 for b, fine in good.items()):
         verdict = "holds"
-    return Claim(experiment, text, verdict, _begins(good, numbers))
+    return Claim(experiment, text, verdict, _describe_quality(good, numbers))
 
 
-def _begins(good: dict[int, bool], numbers: str) -> str:
+def _describe_quality(good: dict[int, bool], numbers: str) -> str:
+    """Return the width from which on all are good, and the numbers."""
     if not good:
         return numbers
-    start = _from(good)
+    start = _first_good(good)
     return f"{'at no width of the sweep' if start is None else f'here from {start} bits on'}; {numbers}"

@@ -1,4 +1,4 @@
-"""What a report consists of, whatever it is written in."""
+"""Parts of a report, independent of the language it is written in."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Block", "Code", "Document", "Given", "Heading", "Note", "Picture", "
 
 
 def printable(text: str) -> str:
-    """Without characters that control something or are none."""
+    """Replace control characters and lone surrogates."""
     return re.sub(r"[\x00-\x08\x0b-\x1f\x7f\ud800-\udfff]", "\ufffd", text)
 
 
@@ -25,21 +25,21 @@ class Text:
 
 @dataclass(frozen=True)
 class Note:
-    """A paragraph that must not be overlooked."""
+    """A paragraph that is set off, such as a warning."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class Heading:
-    """A row of a table that names those below it."""
+    """A row of a table that names the rows below it."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of texts; the first of each names it. ``wordy`` cells are sentences, not numbers; a ``folded`` table opens."""
+    """Rows of texts, the first of each its name. ``wordy`` cells are sentences; a ``folded`` table opens when clicked."""
 
     title: str
     head: tuple[str, ...]
@@ -50,7 +50,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Picture:
-    """A figure: the name of its files, what it shows for those who cannot see it, and what to look at."""
+    """A figure: the name of its files, a description for those who cannot see it, and a caption."""
 
     name: str
     image: Image
@@ -60,7 +60,7 @@ class Picture:
 
 @dataclass(frozen=True)
 class Given:
-    """A picture that came from outside, as its bytes and its kind, such as ``png``."""
+    """A picture from a file: its bytes and its kind, such as ``png``."""
 
     content: bytes
     suffix: str
@@ -80,17 +80,21 @@ Block: TypeAlias = Text | Note | Table | Picture | Given | Code
 
 @dataclass(frozen=True)
 class Section:
+    """Blocks under a title."""
+
     title: str
     blocks: tuple[Block, ...]
 
 
 @dataclass(frozen=True)
 class Document:
+    """A title, opening blocks, and sections."""
+
     title: str
     opening: tuple[Block, ...]
     sections: tuple[Section, ...] = field(default=())
 
     @property
     def blocks(self) -> tuple[Block, ...]:
-        """All of them, in order."""
+        """All blocks, in order."""
         return (*self.opening, *(block for section in self.sections for block in section.blocks))

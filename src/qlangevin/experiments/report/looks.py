@@ -1,4 +1,4 @@
-"""How figures look: a colour, a line and a marker for each method, the same in all of them; and figures as files.
+"""Style of the figures: a colour, a line and a marker for each method, the same in all figures; and figures as files.
 
 The colours are those of Okabe and Ito, which colour-blind readers can tell apart, and related ones. SGD is dashed.
 """
@@ -21,7 +21,7 @@ __all__ = ["FRAME", "INK", "Image", "Look", "label", "look", "render", "styled",
 P = ParamSpec("P")
 T = TypeVar("T")
 
-# A page may replace these by its own colours; nothing else in a figure has them.
+# A page replaces these by its own colours, so that nothing else in a figure may have them.
 INK, FRAME, PAPER = "#1b1f24", "#8a9098", "#fffffe"
 STYLE: dict[Any, Any] = {
     "axes.edgecolor": FRAME, "axes.facecolor": "none", "axes.labelcolor": INK, "axes.spines.right": False,
@@ -33,6 +33,8 @@ STYLE: dict[Any, Any] = {
 
 
 class Look(NamedTuple):
+    """Colour, line and marker of a method."""
+
     colour: str
     line: str
     marker: str
@@ -57,19 +59,19 @@ OTHERS = ("#e69f00", "#a6761d", "#5f9ea0", "#c06ce0")
 
 
 def look(method: str) -> Look:
-    """A method that is not the paper's gets a colour that follows from its name."""
+    """Return the look of a method; one that is not the paper's gets a colour that depends on its name."""
     dash = "--" if method.startswith("sgd") else "-"
     return LOOKS.get(method) or Look(OTHERS[zlib.crc32(method.encode("utf-8", "replace")) % len(OTHERS)], dash, "o")
 
 
 def label(text: str, most: int = 32) -> str:
-    """A text as matplotlib should write it: no formulas, nothing that cannot be printed, not too long."""
+    """Escape a text for matplotlib: no formulas, only printable characters, not too long."""
     text = "".join(c if c.isprintable() else "?" for c in text)
     return (text if len(text) <= most else f"{text[: most - 1]}…").replace("$", r"\$")
 
 
 def window(values: Sequence[float]) -> tuple[float, float]:
-    """A range that shows the values well, the best of which is the lowest: far outliers, less than a third, are left out."""
+    """Return a range that shows most values, from the lowest on; far outliers, at most a third of them, are left out."""
     low, most = min(values), sorted(values)[2 * (len(values) - 1) // 3]
     far = max(values) - low > FAR * (most - low) > 0
     high = max(v for v in values if v <= low + FAR / 2 * (most - low)) if far else max(values)
@@ -78,7 +80,7 @@ def window(values: Sequence[float]) -> tuple[float, float]:
 
 
 def styled(draw: Callable[P, T]) -> Callable[P, T]:
-    """Draw in this style, and leave matplotlib's settings as they were."""
+    """Make a function draw in this style; matplotlib's settings are restored afterwards."""
 
     @wraps(draw)
     def inner(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -98,7 +100,7 @@ class Image(NamedTuple):
     png: bytes
 
     def inline(self, prefix: str, alt: str) -> str:
-        """The SVG as a part of a page, in the page's colours; ``alt`` is HTML already."""
+        """Return the SVG for embedding in a page, in the page's colours; ``alt`` must be HTML."""
         text = self.svg[self.svg.index("<svg") :]
         text = re.sub(r"<(metadata|style)\b.*?</\1>", "", text, flags=re.DOTALL)
         text = re.sub(r'\bid="', f'id="{prefix}-', text)
@@ -109,8 +111,9 @@ class Image(NamedTuple):
 
 @styled
 def render(figure: Figure) -> Image:
+    """Render a figure as SVG and PNG."""
     svg, png = io.StringIO(), io.BytesIO()
     figure.savefig(svg, format="svg", metadata={"Date": None})
-    figure.set_layout_engine("none")  # everything is in its place now, and to place it takes longest
+    figure.set_layout_engine("none")  # the layout is computed; computing it again takes longest
     figure.savefig(png, format="png", dpi=160)
     return Image(svg.getvalue(), png.getvalue())

@@ -1,4 +1,4 @@
-"""A document as one HTML page that needs nothing else: style and figures are in it, and it loads and runs nothing."""
+"""Write a document as one HTML page with style and figures inside; it loads nothing and runs no script."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from html import escape
 
 from .document import Block, Code, Document, Given, Heading, Note, Picture, Section, Table, Text, printable
 
-__all__ = ["page"]
+__all__ = ["write_page"]
 
 KINDS = {"png": "image/png", "svg": "image/svg+xml", "jpg": "image/jpeg", "jpeg": "image/jpeg", "gif": "image/gif"}
 CLASSES = {"holds": "good", "does not hold": "bad", "undecided": "soft", "paper": "soft"}
-FOLD = 6  # lines of code that are shown without being asked for
+FOLD = 6  # lines up to which code is shown unfolded
 
 STYLE = """
 :root { color-scheme: light dark; --ink: #1b1f24; --soft: #59616b; --paper: #ffffff; --frame: #8a9098; --rule: #d9dde2;
@@ -74,12 +74,12 @@ summary { cursor: pointer; margin: 1rem 0; }
 }
 """
 
-# Nothing is loaded and no script runs, whatever a result says its names are.
+# Forbids loading and scripts, whatever markup a result may smuggle in.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
 
 
-def page(document: Document) -> str:
-    """The whole page."""
+def write_page(document: Document) -> str:
+    """Return the document as an HTML page."""
     body = [f"<h1>{_text(document.title)}</h1>", *_blocks(document.opening, "opening")]
     if len(document.sections) > 1:
         links = "".join(f'<li><a href="#s{i}">{_text(s.title)}</a></li>' for i, s in enumerate(document.sections))
@@ -102,7 +102,7 @@ def page(document: Document) -> str:
 
 
 def _text(text: str) -> str:
-    """A text in which nothing is markup or control, and no number is parted from its error or its unit."""
+    """Escape a text; numbers are kept on one line with their errors and units."""
     return re.sub(r" (?=[±%])|(?<=±) ", "\u00a0", escape(printable(text)))
 
 
@@ -143,7 +143,7 @@ def _table(table: Table) -> str:
     head = "".join(f'<th scope="col"{_kind(text)}>{_text(text)}</th>' for text in table.head)
     rows = "\n".join(_row(row, table.head) for row in table.rows)
     kind, name = "wide wordy" if table.wordy else "wide", _text(table.title)
-    title = "" if table.folded else f'<p class="title">{name}</p>'  # what it is folded under is its title already
+    title = "" if table.folded else f'<p class="title">{name}</p>'  # a folded table shows its title in the summary
     return (
         f'{title}<div class="{kind}" tabindex="0" role="region" aria-label="{name}">'
         f'<table aria-label="{name}"><thead><tr>{head}</tr></thead>\n<tbody>{rows}</tbody></table></div>'
@@ -160,5 +160,5 @@ def _row(row: tuple[str, ...] | Heading, head: tuple[str, ...]) -> str:
 
 
 def _kind(text: str) -> str:
-    """Verdicts, and what is the paper's and not ours, are told apart at a glance."""
+    """Return the class of a cell, which colours verdicts and the paper's own figures."""
     return f' class="{CLASSES[text]}"' if text in CLASSES else ""

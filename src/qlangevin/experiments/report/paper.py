@@ -1,4 +1,4 @@
-"""What the paper reports: Tables 1, 2 and 3 as printed, in per cent, and the order of their rows."""
+"""Figures of the paper: Tables 1, 2 and 3 as printed, in per cent, and the order of their rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Saved results: where they are found, and what a result must look like.
+"""Find, read and validate saved results.
 
 A run is a folder that holds ``result.json``; a collection is a JSON file ``{"runs": [result, ...]}``.
 """
@@ -13,13 +13,13 @@ from typing import Any, TypeAlias
 
 from ...storage.files import parse_json, read
 
-__all__ = ["RESULT", "Result", "chains_of", "checked", "computing", "load", "unique"]
+__all__ = ["RESULT", "Result", "chain_lengths", "check_result", "computing_seconds", "drop_repeated", "load_results"]
 
 RESULT = "result.json"
-LARGE = 1e300  # beyond it sums are no numbers any more
+LARGE = 1e300  # beyond it sums may overflow
 LIMIT = 1_000_000_000  # bytes of a collection
 INCIDENTAL = ("seed", "workers")  # settings in which runs that are averaged may differ
-LATER = {"chains": 1, "wire": None}  # settings that older results do not have, and what they were
+LATER = {"chains": 1, "wire": None}  # settings that older results lack, and their values then
 
 Result: TypeAlias = dict[str, Any]
 Test: TypeAlias = Callable[[Any], bool]
@@ -49,7 +49,7 @@ def _or_null(test: Test) -> Test:
     return lambda value: value is None or test(value)
 
 
-# The words go after "must be".
+# (check, words that follow "must be")
 TEXT = (_text, "a text that is not empty")
 NUMBER = (_number, "a finite number")
 AMOUNT = (lambda value: _number(value) and value >= 0, "a finite number that is not negative")
@@ -78,7 +78,7 @@ FIELDS: dict[str, tuple[Test, str]] = {
     "trace.log_likelihood": (_list(_number), "a list of finite numbers"),
 }
 
-# These may be null, or not be there.
+# These may be null or absent.
 OPTIONAL: dict[str, tuple[Test, str]] = {
     "data.note": (lambda value: isinstance(value, str), "a text"),
     "scaled": (_list(lambda value: isinstance(value, str)), "a list of texts"),
@@ -94,16 +94,16 @@ OPTIONAL: dict[str, tuple[Test, str]] = {
 }
 
 
-def load(paths: Iterable[Path | str]) -> list[Result]:
-    """All results in run folders, in folders of these, in result files and in collections; each run once."""
+def load_results(paths: Iterable[Path | str]) -> list[Result]:
+    """Return all results in folders of runs, in folders of such folders, in result files and in collections, each run once."""
     found = [result for path in paths for file in _files(Path(path)) for result in _read(file)]
     if not found:
         raise ValueError("there is nothing to report; give folders of finished runs, or collections of results")
-    return unique(found)
+    return drop_repeated(found)
 
 
-def unique(results: Iterable[Result]) -> list[Result]:
-    """Without those that are of the same experiment and settings as another: the one that was finished last is kept."""
+def drop_repeated(results: Iterable[Result]) -> list[Result]:
+    """Drop results with the same experiment and settings as another; the one finished last is kept."""
     newest: dict[str, Result] = {}
     for result in results:
         settings = {name: value for name, value in (LATER | result["settings"]).items() if name != "workers"}
@@ -114,11 +114,12 @@ def unique(results: Iterable[Result]) -> list[Result]:
 
 
 def _sorted(value: Any) -> Any:
-    """The same for mappings in any order."""
+    """Return a value that is the same for mappings in any order."""
     return sorted((name, _sorted(inner)) for name, inner in value.items()) if isinstance(value, dict) else repr(value)
 
 
 def _files(path: Path) -> Iterator[Path]:
+    """Yield a file itself, or the result files in and below a folder."""
     if not path.is_dir():
         if not path.exists():
             raise ValueError(f"there is no {path}; give folders of finished runs, or collections of results")
@@ -131,18 +132,19 @@ def _files(path: Path) -> Iterator[Path]:
 
 
 def _read(file: Path) -> Iterator[Result]:
+    """Yield the result, or the results of the collection, in a file."""
     content = parse_json(read(file, str(file), LIMIT), str(file))
     if isinstance(content, dict) and "runs" in content:
         if not isinstance(content["runs"], list):
             raise ValueError(f'{file} is not a collection of results: "runs" must be a list')
         for i, result in enumerate(content["runs"]):
-            yield checked(result, f"run {i} of {file}")
+            yield check_result(result, f"run {i} of {file}")
     else:
-        yield checked(content, str(file))
+        yield check_result(content, str(file))
 
 
-def checked(result: Any, where: str) -> Result:
-    """The result itself, if it is one."""
+def check_result(result: Any, where: str) -> Result:
+    """Return a result; raise ValueError if it is not one."""
     if not isinstance(result, dict):
         raise ValueError(f"{where} is not the result of a run: it is {_kind(result)}, not an object with its scores")
     if result.get("experiment") == "gaussian":
@@ -157,7 +159,7 @@ def checked(result: Any, where: str) -> Result:
         _, value = _lookup(result, name)
         if value is not None and not test(value):
             raise ValueError(f"{where} is not the result of a run: {name} must be {words}, got {reprlib.repr(value)}")
-    if odd := _inconsistent(result):
+    if odd := _find_inconsistency(result):
         raise ValueError(f"{where} is not the result of a run: {odd}")
     return result
 
@@ -167,7 +169,7 @@ def _kind(value: Any) -> str:
 
 
 def _lookup(result: Mapping[str, Any], name: str) -> tuple[bool, Any]:
-    """Whether ``a.b`` is there, and its value."""
+    """Return whether a result has ``a.b``, and its value."""
     value: Any = result
     for part in name.split("."):
         if not isinstance(value, dict) or part not in value:
@@ -176,8 +178,8 @@ def _lookup(result: Mapping[str, Any], name: str) -> tuple[bool, Any]:
     return True, value
 
 
-def _inconsistent(result: Result) -> str | None:
-    """What does not fit together, in words."""
+def _find_inconsistency(result: Result) -> str | None:
+    """Describe the first inconsistency between the parts of a result; None if there is none."""
     bins, trace = result["reliability"], result["trace"]
     lengths = {name: len(bins[name]) for name in ("counts", "confidence", "accuracy")}
     if set(lengths.values()) != {len(bins["edges"]) - 1}:
@@ -187,18 +189,18 @@ def _inconsistent(result: Result) -> str | None:
             return f"reliability has a bin of {count} predictions without confidence or accuracy"
     if len(trace["steps"]) != len(trace["log_likelihood"]):
         return f"trace has {len(trace['steps'])} steps and {len(trace['log_likelihood'])} log-likelihoods"
-    if sum(chains := chains_of(result)) != len(trace["steps"]):
+    if sum(chains := chain_lengths(result)) != len(trace["steps"]):
         return f"trace has {len(trace['steps'])} steps, but chains of {chains}"
     return None
 
 
-def chains_of(result: Result) -> list[int]:
-    """How many samples of each chain a trace has, one chain after the other."""
+def chain_lengths(result: Result) -> list[int]:
+    """Return the number of samples of each chain in the trace."""
     trace = result["trace"]
     return list(trace.get("chains") or [len(trace["steps"])])
 
 
-def computing(result: Result) -> float:
-    """Seconds of computing: of all chains, which are taken to be as long as the longest, on all of their ranks."""
+def computing_seconds(result: Result) -> float:
+    """Return the seconds of computing on all ranks; every chain counts as much as the longest."""
     seconds = result["seconds"]
-    return float(len(chains_of(result)) * result.get("ranks", 1) * seconds["train"] + seconds["evaluate"])
+    return float(len(chain_lengths(result)) * result.get("ranks", 1) * seconds["train"] + seconds["evaluate"])

@@ -1,4 +1,4 @@
-"""The report as a document: what is shown of which results, in which order, and what to look at."""
+"""Arrange results as a document: sections, tables and figures in order, with captions that say what to look at."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from . import figures
 from .claims import DEFINITION, Claim, claims
 from .document import Block, Code, Document, Note, Picture, Section, Text
 from .looks import render
-from .results import Result, computing
+from .results import Result, computing_seconds
 from .summary import SCORES, Cells, by_experiment, method_name, mixtures, shown_formats, sweep, title
 from .tables import (
     COSTS,
     claims_table,
+    cost_estimates,
     cost_table,
-    costs,
-    duration,
-    machines,
+    format_duration,
+    machines_table,
     paper_table,
     runs_table,
     scores_table,
     widths_table,
 )
 
-__all__ = ["document"]
+__all__ = ["build_document"]
 
 TABLES = {  # experiments that share tables in the paper: title, and (scores, title) of each table
     ("cifar10", "cifar100", "imdb"): (
@@ -65,8 +65,8 @@ BESIDE = (
 )
 
 
-def document(results: Sequence[Result], heading: str, lead: Sequence[Block] = ()) -> Document:
-    """Everything that is worth showing of these results."""
+def build_document(results: Sequence[Result], heading: str, lead: Sequence[Block] = ()) -> Document:
+    """Return the report of these results."""
     experiments, found = by_experiment(results), claims(results)
     sections = []
     for names, (section, tables) in TABLES.items():
@@ -77,15 +77,16 @@ def document(results: Sequence[Result], heading: str, lead: Sequence[Block] = ()
     for name, cells in experiments.items():
         of = [claim for claim in found if claim.experiment == name]
         sections.append(Section(title(name), tuple(_experiment(name, cells, of))))
-    sections.append(Section("How these numbers came about", tuple(_origin(results, experiments))))
-    opening = (*lead, Text(_glance(results, experiments, found)), Text(NAMES))
+    sections.append(Section("How these numbers came about", tuple(_provenance(results, experiments))))
+    opening = (*lead, Text(_summarize(results, experiments, found)), Text(NAMES))
     return Document(heading, opening, tuple(sections))
 
 
-def _glance(results: Sequence[Result], experiments: Mapping[str, Cells], found: Sequence[Claim]) -> str:
-    spent = sum(computing(run) for run in results)
+def _summarize(results: Sequence[Result], experiments: Mapping[str, Cells], found: Sequence[Claim]) -> str:
+    """Return the opening paragraph: runs, computing time and verdicts."""
+    spent = sum(computing_seconds(run) for run in results)
     names = ", ".join(title(name) for name in experiments)
-    text = f"{_count(len(results), 'run')} of {names}; {duration(spent)} of computing."
+    text = f"{_count(len(results), 'run')} of {names}; {format_duration(spent)} of computing."
     if found:
         each = {v: sum(claim.verdict == v for claim in found) for v in ("holds", "does not hold", "undecided")}
         text += (
@@ -100,7 +101,7 @@ def _count(n: int, what: str) -> str:
 
 
 def _remarks(cells: Cells, experiment: str) -> Iterator[Note]:
-    """In what the runs are smaller or otherwise other than the paper's, and what was averaged that should not have been."""
+    """Yield notes on settings that differ from the paper's, and on averages over runs with different settings."""
     runs = [run for each in cells.values() for run in each]
     counts: dict[str, int] = {}
     for run in runs:
@@ -115,6 +116,7 @@ def _remarks(cells: Cells, experiment: str) -> Iterator[Note]:
 
 
 def _experiment(experiment: str, cells: Cells, found: Sequence[Claim]) -> Iterator[Block]:
+    """Yield the section of one experiment."""
     yield Text(_description(cells))
     yield from _remarks(cells, experiment)
     verdicts: tuple[Block, ...] = (Text(_rule(found)), claims_table(found)) if found else ()
@@ -123,7 +125,7 @@ def _experiment(experiment: str, cells: Cells, found: Sequence[Claim]) -> Iterat
         yield from (*_widths(experiment, cells), *verdicts)  # the claims about a sweep are about its curves
     formats = shown_formats(cells)
     shown = {cell: runs for cell, runs in cells.items() if cell[1] in ("fp32", *formats)}
-    yield _dots(experiment, shown)
+    yield _score_picture(experiment, shown)
     if not any(experiment in names for names in TABLES):
         yield scores_table(shown)
     yield from () if swept else verdicts
@@ -134,6 +136,7 @@ def _experiment(experiment: str, cells: Cells, found: Sequence[Claim]) -> Iterat
 
 
 def _description(cells: Cells) -> str:
+    """Describe networks and data of an experiment."""
     texts = []
     for runs in cells.values():
         for run in runs:
@@ -146,12 +149,13 @@ def _description(cells: Cells) -> str:
 
 
 def _rule(found: Sequence[Claim]) -> str:
+    """Return the rule by which verdicts are given."""
     text = "Verdicts: a difference counts if it exceeds two standard errors of the difference over seeds."
     return f"{text} {DEFINITION}" if any("full-precision quality" in claim.text for claim in found) else text
 
 
 def _slug(*parts: str) -> str:
-    """A name for a file; of parts that cannot stand in one, a number keeps those apart that look the same."""
+    """Return a file name; a part with characters that cannot stand in one gets a checksum, so that names stay distinct."""
     names = []
     for part in parts:
         name = part.replace("/", "_")
@@ -165,11 +169,12 @@ def _methods(cells: Cells) -> str:
 
 
 def _widths(experiment: str, cells: Cells) -> Iterator[Block]:
+    """Yield curves and tables of a sweep over fractional bits."""
     for name in ("nll", "error"):
         label = SCORES[name].title
         yield Picture(
             _slug(experiment, name, "bits"),
-            render(figures.curves(cells, name)),
+            render(figures.draw_curves(cells, name)),
             f"{title(experiment)}: test {label} against the number of fractional bits, a line each for {_methods(cells)}",
             f"Test {label} with ever fewer fractional bits (towards the left). Solid lines are SGLD, dashed ones SGD; bars are "
             "standard errors over seeds. Look at how far to the left a line stays at the level of full precision, drawn as "
@@ -178,13 +183,14 @@ def _widths(experiment: str, cells: Cells) -> Iterator[Block]:
         yield widths_table(cells, name)
 
 
-def _dots(experiment: str, shown: Cells) -> Picture:
+def _score_picture(experiment: str, shown: Cells) -> Picture:
+    """Return the picture of scores side by side."""
     names = ("nll", "error", "ece")
     full = "; the dotted line is SGLD in full precision: look at which methods stay near it with fewer bits"
     full = full if next(iter(shown)) == ("sgldfp", "fp32") else ""
     return Picture(
         _slug(experiment, "scores"),
-        render(figures.dots(figures.rows(shown, names), [SCORES[name] for name in names])),
+        render(figures.draw_dots(figures.score_rows(shown, names), [SCORES[name] for name in names])),
         f"{title(experiment)}: NLL, error and ECE of {_methods(shown)} side by side",
         f"Left is better{full}. A filled point is the average over all samples, a ring the last sample alone: the way from ring "
         "to point is what averaging brings. Bars are standard errors over seeds; a triangle at the right edge, with its number, "
@@ -193,42 +199,45 @@ def _dots(experiment: str, shown: Cells) -> Picture:
 
 
 def _details(experiment: str, format: str, cells: Cells) -> Iterator[Block]:
+    """Yield calibration and traces in one format."""
     where = f"{title(experiment)}, {format}"
     yield Picture(
         _slug(experiment, "reliability", format),
-        render(figures.reliability(cells)),
+        render(figures.draw_reliability(cells)),
         f"{where}: accuracy against confidence, a panel each for {_methods(cells)}",
         f"{where}: do the networks know what they do not know? {CALIBRATION}",
     )
     yield Picture(
         _slug(experiment, "trace", format),
-        render(figures.trace(cells)),
+        render(figures.draw_traces(cells)),
         f"{where}: log-likelihood of the test set along the samples, a panel each for {_methods(cells)}",
         f"{where}: have the chains arrived? {CHAINS}",
     )
 
 
 def _cost_picture(experiment: str, shown: Cells) -> Picture:
-    rows = [figures.Row(m, f, costs(runs), (None,) * len(COSTS)) for (m, f), runs in shown.items()]
+    """Return the picture of memory and time."""
+    rows = [figures.ScoreRow(m, f, cost_estimates(runs), (None,) * len(COSTS)) for (m, f), runs in shown.items()]
     return Picture(
         _slug(experiment, "costs"),
-        render(figures.dots(rows, COSTS, zero=True)),
+        render(figures.draw_dots(rows, COSTS, zero=True)),
         f"{title(experiment)}: bytes a weight while training and on disk, and milliseconds a step, of {_methods(shown)}",
         "What it costs. Training counts the weights and what the sampler keeps beside them; on disk is a stored sample. Times "
         "are of the machine named below, with whatever else it was doing: compare, and do not quote.",
     )
 
 
-def _origin(results: Sequence[Result], experiments: Mapping[str, Cells]) -> Iterator[Block]:
-    spent = sum(computing(run) for run in results)
+def _provenance(results: Sequence[Result], experiments: Mapping[str, Cells]) -> Iterator[Block]:
+    """Yield runs, machines and commands behind the numbers."""
+    spent = sum(computing_seconds(run) for run in results)
     seeds = sorted({run["settings"]["seed"] for run in results})
     yield Text(
         f"{_count(len(results), 'run')} with {'seed' if len(seeds) == 1 else 'seeds'} {', '.join(map(str, seeds))} took "
-        f"{duration(spent)} of computing in all ({spent / 3600:.2g} hours). Everything on this page is made from these runs' "
-        "saved results, which are in runs.json beside it. ± is the standard error over seeds; a number without it is of a "
+        f"{format_duration(spent)} of computing in all ({spent / 3600:.2g} hours). Everything on this page is made from these "
+        "runs' saved results, which are in runs.json beside it. ± is the standard error over seeds; a number without it is of a "
         "single seed."
     )
-    yield machines(results)
+    yield machines_table(results)
     yield runs_table(experiments)
     yield Text("The commands, one for each line of the table above, with its first seed:")
     yield Code(tuple(runs[0]["command"] for cells in experiments.values() for runs in cells.values()))

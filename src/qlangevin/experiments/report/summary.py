@@ -1,4 +1,4 @@
-"""Results in order: by experiment, method and format; each score as a mean and a standard error over the seeds."""
+"""Group results by experiment, method and format; estimate each score as mean and standard error over the seeds."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Estimate(NamedTuple):
 
 @dataclass(frozen=True)
 class Score:
-    """How a score is called and written."""
+    """Name of a score, and the format of its numbers."""
 
     title: str
     percent: bool = False
@@ -53,13 +53,13 @@ class Score:
         if e.error is None:
             return self.number(e.mean)
         error = self.number(e.error)
-        if float(error) == 0 < e.error:  # which is not to read as none
+        if float(error) == 0 < e.error:  # shown with a digit that is not zero
             small = e.error * (100 if self.percent else 1)
             error = f"{small:.{-math.floor(math.log10(small))}f}"
         return f"{self.number(e.mean)} ± {error}"
 
     def text(self, e: Estimate | None) -> str:
-        """Mean ± standard error (seeds)."""
+        """Return mean ± standard error (seeds)."""
         return "—" if e is None else f"{self.bare(e)} ({e.seeds})"
 
 
@@ -80,14 +80,14 @@ def estimate(values: Sequence[float]) -> Estimate:
 
 
 def score(runs: Iterable[Result], name: str, of: str = "scores") -> Estimate | None:
-    """Over those runs that have this score; None if there are none. ``of="single"`` is that of the last sample alone."""
+    """Estimate a score over the runs that have it; None if none has. ``of="single"`` is that of the last sample alone."""
     found = [(run.get(of) or {}).get(name) for run in runs]
     values = [value for value in found if value is not None]
     return estimate(values) if values else None
 
 
 def scores(cells: Cells, method: str, name: str) -> dict[str, Estimate]:
-    """A method's score in each format."""
+    """Estimate a method's score in each format."""
     found = {format: score(runs, name) for (m, format), runs in cells.items() if m == method}
     return {format: e for format, e in found.items() if e is not None}
 
@@ -97,12 +97,12 @@ def title(experiment: str) -> str:
 
 
 def method_name(key: str) -> str:
-    """As the paper prints it."""
+    """Return the name of a method in the paper."""
     return METHODS[key].name if key in METHODS else key
 
 
 def family(format: str) -> str:
-    """The formats that share a group of the paper's tables: all 8-bit fixed points, all 8-bit block floating points."""
+    """Return the family of a format, a group of the paper's tables: all 8-bit fixed points, all 8-bit block floating points."""
     if re.fullmatch(r"fixed8\.-?\d+", format):
         return "fixed8"
     return "bfp8" if re.fullmatch(r"bfp8(e\d+)?(/\w+)?", format) else format
@@ -124,7 +124,7 @@ def _rank(known: Iterable[str], name: str) -> tuple[int, str]:
 
 
 def by_experiment(results: Iterable[Result]) -> dict[str, Cells]:
-    """Experiments in the paper's order."""
+    """Group results by experiment, in the paper's order."""
     found: dict[str, list[Result]] = {}
     for result in results:
         found.setdefault(result["experiment"], []).append(result)
@@ -132,21 +132,21 @@ def by_experiment(results: Iterable[Result]) -> dict[str, Cells]:
 
 
 def by_cell(results: Iterable[Result]) -> Cells:
-    """Full precision, fixed point, block floating point, others; in each the methods in the paper's order."""
+    """Group results by method and format: full precision, fixed point, block floating point, others; methods as in the paper."""
     cells: Cells = {}
     for result in sorted(results, key=lambda result: result["settings"]["seed"]):
         settings = result["settings"]
         cells.setdefault((settings["method"], settings["format"]), []).append(result)
 
-    def place(cell: Cell) -> Any:
+    def sort_key(cell: Cell) -> Any:
         method, format = cell
         return _rank(FAMILIES, family(format)), fractional_bits(format) or 0, format, _rank(ORDER, method)
 
-    return {cell: cells[cell] for cell in sorted(cells, key=place)}
+    return {cell: cells[cell] for cell in sorted(cells, key=sort_key)}
 
 
 def sweep(cells: Cells) -> dict[int, str]:
-    """The formats of a sweep over fractional bits, narrowest first; empty if it has fewer than three.
+    """Return the formats of a sweep over fractional bits, narrowest first; empty if it has fewer than three.
 
     Widths are comparable if the integer bits are the same: the most frequent ones count.
     """
@@ -160,7 +160,7 @@ def sweep(cells: Cells) -> dict[int, str]:
 
 
 def shown_formats(cells: Cells) -> list[str]:
-    """The low-precision formats that get figures of their own: of a sweep only the one nearest to 8 bits."""
+    """Return the low-precision formats that get figures of their own: of a sweep only the one nearest to 8 bits."""
     swept = set(sweep(cells).values())
     formats = list(dict.fromkeys(format for _, format in cells if format != "fp32"))
     shown = [format for format in formats if format not in swept]
@@ -170,7 +170,7 @@ def shown_formats(cells: Cells) -> list[str]:
 
 
 def mixtures(cells: Cells) -> list[str]:
-    """Where runs that are averaged differ in more than the seed, in words."""
+    """Describe the cells whose runs differ in more than the seed."""
     lines = []
     for (method, format), runs in cells.items():
         settings = [run["settings"] for run in runs]

@@ -1,32 +1,25 @@
-"""Tables of results: in the paper's layout, of one experiment, over widths, of costs, of claims, of the runs."""
+"""Tables of results: the paper's own, scores and costs of an experiment, scores against bits, claims, machines, runs."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
+from typing import NamedTuple
 
 from ..methods import METHODS
 from .claims import Claim
 from .document import Heading, Table
 from .paper import FAMILIES, PAPER, ROWS
-from .results import Result, computing
+from .results import Result, computing_seconds
 from .summary import SCORES, Cells, Estimate, Score, estimate, family, method_name, score, scores, sweep, title
 
 __all__ = [
-    "COSTS",
-    "claims_table",
-    "cost_table",
-    "costs",
-    "duration",
-    "group_name",
-    "machines",
-    "paper_table",
-    "runs_table",
-]
-__all__ += ["scores_table", "widths_table"]
+    "COSTS", "claims_table", "cost_estimates", "cost_table", "format_duration", "group_name", "machines_table", "paper_table",
+    "runs_table", "scores_table", "widths_table",
+]  # fmt: skip
 
 PRINTED = "paper"  # the heading of a column of the paper's own figures
-FOLD = 12  # rows that are shown without being asked for
+FOLD = 12  # rows up to which a table is shown unfolded
 COSTS = (
     Score("training:\nbytes a weight", digits=2),
     Score("on disk:\nbytes a weight", digits=2),
@@ -34,48 +27,79 @@ COSTS = (
 )
 
 
+class FormatGroup(NamedTuple):
+    """A group of rows of the paper's tables: a family of formats, and the format that each experiment has of it."""
+
+    family: str
+    formats: dict[str, str]
+
+
 def group_name(format: str) -> str:
-    """8-bit fixed point (fixed8.6)."""
+    """Return the heading of a format, such as: 8-bit fixed point (fixed8.6)."""
     name = FAMILIES.get(family(format))
     return format if name is None else name if format == "fp32" else f"{name} ({format})"
 
 
 def paper_table(experiments: Mapping[str, Cells], names: Sequence[str], heading: str) -> Table:
-    """Scores in the paper's groups and rows, a column for each experiment and score, and the paper's own figures beside."""
-    head = [""]
+    """Return scores in the paper's groups and rows, a column for each experiment and score, beside the paper's own figures."""
     rows: list[tuple[str, ...] | Heading] = []
+    for group in _group_formats(experiments):
+        rows.append(_heading(group))
+        rows += [_paper_row(experiments, names, group, method) for method in _methods(experiments, group.family)]
+    return Table(f"{heading}: mean ± standard error (seeds)", _paper_head(experiments, names), tuple(rows))
+
+
+def _paper_head(experiments: Mapping[str, Cells], names: Sequence[str]) -> tuple[str, ...]:
+    """Return the names of the columns; a column has the name of its experiment, its score or both, whatever differs."""
+    head = [""]
     for experiment, name in product(experiments, names):
         both = " ".join([title(experiment)] * (len(experiments) > 1) + [SCORES[name].label] * (len(names) > 1))
         head += [both or title(experiment), *([PRINTED] if (experiment, name) in PAPER else [])]
-    for kind, formats in _groups(experiments):
-        rows.append(_heading(kind, formats))
-        for method in _methods(experiments, kind):
-            row = [method_name(method)]
-            for (experiment, cells), name in product(experiments.items(), names):
-                runs = cells.get((method, formats.get(experiment, "")), [])
-                row.append(SCORES[name].text(score(runs, name)))
-                if printed := PAPER.get((experiment, name)):
-                    row.append(printed.get((kind, method), "—"))
-            rows.append(tuple(row))
-    return Table(f"{heading}: mean ± standard error (seeds)", tuple(head), tuple(rows))
+    return tuple(head)
 
 
-def _groups(experiments: Mapping[str, Cells]) -> list[tuple[str, dict[str, str]]]:
-    """(family, experiment -> format): one for each family, or for each format where an experiment has several of a family."""
-    kinds = dict.fromkeys(kind for (e, _), rows in PAPER.items() if e in experiments for kind, _ in rows)
-    kinds |= dict.fromkeys(family(format) for cells in experiments.values() for _, format in cells)
-    found = []
-    for kind in sorted(kinds, key=lambda kind: list(FAMILIES).index(kind) if kind in FAMILIES else len(FAMILIES)):
-        here = {e: list(dict.fromkeys(f for _, f in cells if family(f) == kind)) for e, cells in experiments.items()}
-        if all(len(formats) <= 1 for formats in here.values()):
-            found.append((kind, {e: formats[0] for e, formats in here.items() if formats}))
+def _paper_row(
+    experiments: Mapping[str, Cells], names: Sequence[str], group: FormatGroup, method: str
+) -> tuple[str, ...]:
+    """Return the scores of one method, each followed by the paper's figure if there is one."""
+    row = [method_name(method)]
+    for (experiment, cells), name in product(experiments.items(), names):
+        runs = cells.get((method, group.formats.get(experiment, "")), [])
+        row.append(SCORES[name].text(score(runs, name)))
+        if printed := PAPER.get((experiment, name)):
+            row.append(printed.get((group.family, method), "—"))
+    return tuple(row)
+
+
+def _group_formats(experiments: Mapping[str, Cells]) -> list[FormatGroup]:
+    """Return a group for each family, or for each format of it where an experiment has several of the family."""
+    groups = []
+    for kind in _families(experiments):
+        formats = {e: list(dict.fromkeys(f for _, f in cells if family(f) == kind)) for e, cells in experiments.items()}
+        if all(len(own) <= 1 for own in formats.values()):
+            groups.append(FormatGroup(kind, {e: own[0] for e, own in formats.items() if own}))
         else:
-            each = dict.fromkeys(format for formats in here.values() for format in formats)
-            found += [(kind, {e: format for e, formats in here.items() if format in formats}) for format in each]
-    return found
+            groups += _split_by_format(kind, formats)
+    return groups
 
 
-def _heading(kind: str, formats: Mapping[str, str]) -> Heading:
+def _families(experiments: Mapping[str, Cells]) -> list[str]:
+    """Return the families of formats that the paper or a run has, in the paper's order."""
+    printed = (kind for (experiment, _), rows in PAPER.items() if experiment in experiments for kind, _ in rows)
+    run = (family(format) for cells in experiments.values() for _, format in cells)
+    order = list(FAMILIES)
+    return sorted(dict.fromkeys((*printed, *run)), key=lambda kind: order.index(kind) if kind in order else len(order))
+
+
+def _split_by_format(kind: str, formats: Mapping[str, Sequence[str]]) -> list[FormatGroup]:
+    """Return a group for each format of a family, with the experiments that have it."""
+    each = dict.fromkeys(format for own in formats.values() for format in own)
+    return [FormatGroup(kind, {e: format for e, own in formats.items() if format in own}) for format in each]
+
+
+def _heading(group: FormatGroup) -> Heading:
+    """Return the heading of a group: its family and its formats."""
+    kind, formats = group
     each = list(dict.fromkeys(formats.values()))
     if kind not in FAMILIES or kind == "fp32" or not each:
         return Heading(FAMILIES.get(kind, kind))
@@ -85,14 +109,14 @@ def _heading(kind: str, formats: Mapping[str, str]) -> Heading:
 
 
 def _methods(experiments: Mapping[str, Cells], kind: str) -> list[str]:
-    """The paper's rows of a group, then others that have been run."""
+    """Return the methods of a group: the paper's rows, then others that have been run."""
     printed = {m for (e, _), rows in PAPER.items() if e in experiments for k, m in rows if k == kind}
     run = [m for cells in experiments.values() for m, format in cells if family(format) == kind]
     return [m for m in dict.fromkeys((*ROWS.get(kind, ()), *run)) if m in printed or m in run]
 
 
 def scores_table(cells: Cells) -> Table:
-    """All scores of one experiment, a row for each method and format."""
+    """Return all scores of one experiment, a row for each method and format."""
     names = [name for name in ("nll", "error", "ece", "brier") if any(score(r, name) for r in cells.values())]
     rows: list[tuple[str, ...] | Heading] = []
     last = None
@@ -107,12 +131,13 @@ def scores_table(cells: Cells) -> Table:
 
 
 def _range(values: Iterable[int]) -> str:
+    """Return the least and the greatest of some numbers, or the only one."""
     found = sorted(set(values))
     return str(found[0]) if len(found) == 1 else f"{found[0]} to {found[-1]}"
 
 
 def widths_table(cells: Cells, name: str) -> Table:
-    """A score over a sweep; the last row is each method's counterpart in full precision."""
+    """Return a score over a sweep; the last row is each method's counterpart in full precision."""
     widths = sweep(cells)
     methods = list(dict.fromkeys(m for m, format in cells if format in widths.values()))
     found = {m: scores(cells, m, name) for m in methods}
@@ -131,12 +156,13 @@ def widths_table(cells: Cells, name: str) -> Table:
 
 
 def _counterpart(method: str) -> str:
+    """Return the method in full precision with the same noise and schedule; empty for an unknown method."""
     known = METHODS.get(method)
     return "" if known is None else "csgldfp" if known.cyclical else "sgldfp" if known.noise else "sgdfp"
 
 
-def costs(runs: Sequence[Result]) -> tuple[Estimate, Estimate, Estimate]:
-    """Bytes a weight while training and on disk, milliseconds a step."""
+def cost_estimates(runs: Sequence[Result]) -> tuple[Estimate, Estimate, Estimate]:
+    """Estimate bytes per weight while training and on disk, and milliseconds per step."""
     return (
         estimate([run["memory"]["training"] for run in runs]),
         estimate([run["memory"]["sample"] for run in runs]),
@@ -145,9 +171,10 @@ def costs(runs: Sequence[Result]) -> tuple[Estimate, Estimate, Estimate]:
 
 
 def cost_table(cells: Cells) -> Table:
+    """Return memory and time, a row for each method and format."""
     rows = []
     for (method, format), runs in cells.items():
-        training, stored, step = costs(runs)
+        training, stored, step = cost_estimates(runs)
         figures = (f"{training.mean:.2f}", f"{stored.mean:.2f}", COSTS[2].bare(step), f"{runs[0]['steps']}")
         evaluate = estimate([run["seconds"]["evaluate"] for run in runs])
         rows.append((method_name(method), format, *figures, f"{evaluate.mean:.1f} s"))
@@ -156,36 +183,40 @@ def cost_table(cells: Cells) -> Table:
 
 
 def claims_table(found: Sequence[Claim]) -> Table:
+    """Return the paper's claims with verdicts and numbers."""
     rows = tuple((claim.text, claim.verdict, claim.numbers) for claim in found)
     return Table("What the paper says, and what came out here", ("claim", "verdict", "numbers"), rows, wordy=True)
 
 
-def machines(results: Sequence[Result]) -> Table:
-    """What computed the numbers."""
+def machines_table(results: Sequence[Result]) -> Table:
+    """Return the machines and versions that computed the results."""
     counts: dict[tuple[str, ...], list[float]] = {}
     for run in results:
         e = run["environment"]
         name = (e["machine"], *(str(e[n]) for n in ("cores", "threads", "kernels", "torch")), run["version"])
-        counts.setdefault(name, []).append(computing(run))
-    rows = tuple((*name, str(len(each)), duration(sum(each))) for name, each in counts.items())
+        counts.setdefault(name, []).append(computing_seconds(run))
+    rows = tuple((*name, str(len(each)), format_duration(sum(each))) for name, each in counts.items())
     head = ("machine", "cores", "threads", "kernels", "torch", "qlangevin", "runs", "computing time")
     return Table("Machines", head, rows)
 
 
 def runs_table(experiments: Mapping[str, Cells]) -> Table:
-    """Every method with its seeds and the time it took."""
+    """Return every method with its seeds and its computing time."""
     rows: list[tuple[str, ...] | Heading] = []
     for experiment, cells in experiments.items():
         rows.append(Heading(title(experiment)))
         for (method, format), runs in cells.items():
             seeds = ", ".join(str(run["settings"]["seed"]) for run in runs)
-            spent = sum(computing(run) for run in runs)
-            rows.append((method_name(method), format, seeds, duration(spent), max(run["finished"] for run in runs)))
+            spent = sum(computing_seconds(run) for run in runs)
+            rows.append(
+                (method_name(method), format, seeds, format_duration(spent), max(run["finished"] for run in runs))
+            )
     head = ("", "format", "seeds", "computing time", "finished")
     return Table("Runs", head, tuple(rows), folded=len(rows) > FOLD)
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
+    """Return a time in seconds, minutes or hours."""
     if seconds < 60:
         return f"{seconds:.1f} s"
     minutes = round(seconds / 60)
