@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from qlangevin import FixedPoint, Key, encode, native, quantize
-from qlangevin.quantization.qtensor import QTensor
-from qlangevin.sampling.step import FIELDS, StepSettings, TensorStep, decode_if_packed, step_tensors, update
+from qlangevin.quantization.qtensor import QTensor, decoded
+from qlangevin.sampling.step import FIELDS, StepSettings, TensorStep, step_tensors, update
 
 
 def mixture(accumulator: bool) -> list[TensorStep]:
@@ -24,7 +24,7 @@ def mixture(accumulator: bool) -> list[TensorStep]:
             theta,
             g,
             Key(2**64 - 1, i, 7),
-            decode_if_packed(theta).clone(memory_format=torch.contiguous_format) if accumulator else None,
+            decoded(theta).clone(memory_format=torch.contiguous_format) if accumulator else None,
         )
         for i, (theta, g) in enumerate(zip(thetas, gradients, strict=True))
     ]
@@ -42,14 +42,14 @@ def test_one_call_steps_any_mixture_as_the_update_says(accumulator: str | None) 
     versions = [t.theta._version for t in steps]
     step_tensors(steps, settings)
     for t, new, version in zip(steps, expected, versions, strict=True):
-        assert torch.equal(decode_if_packed(t.theta) if t.accumulator is None else t.accumulator, new)
+        assert torch.equal(decoded(t.theta) if t.accumulator is None else t.accumulator, new)
         assert t.theta._version > version
     with native.disabled():
         again = mixture(bool(accumulator))
         step_tensors(again, settings)
     for a, b in zip(steps, again, strict=True):
         assert isinstance(a.theta, QTensor) == isinstance(b.theta, QTensor)
-        assert torch.equal(decode_if_packed(a.theta), decode_if_packed(b.theta))
+        assert torch.equal(decoded(a.theta)(b.theta))
 
 
 def test_no_tensors_are_no_step() -> None:
