@@ -49,7 +49,7 @@ def test_one_call_steps_any_mixture_as_the_update_says(accumulator: str | None) 
         step_tensors(again, settings)
     for a, b in zip(steps, again, strict=True):
         assert isinstance(a.theta, QTensor) == isinstance(b.theta, QTensor)
-        assert torch.equal(decoded(a.theta)(b.theta))
+        assert torch.equal(decoded(a.theta), decoded(b.theta))
 
 
 def test_no_tensors_are_no_step() -> None:
