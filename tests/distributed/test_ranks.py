@@ -168,6 +168,7 @@ def test_a_rank_that_does_not_come_is_named(only: list[int], missing: str) -> No
 
 
 @pytest.mark.distributed
+@pytest.mark.slow
 def test_the_first_rank_does_not_come() -> None:
     for found in try_on_ranks(waiting, 3, 1.5, join=False, only=[1, 2], deadline=20):
         assert found.error == "MissingRankError"

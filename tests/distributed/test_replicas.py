@@ -39,6 +39,7 @@ def lowered_chains(ranks: Ranks, steps: int) -> dict[str, str]:
 
 
 @pytest.mark.distributed
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
 def test_weights_stay_the_same_to_the_byte(size: int) -> None:
     first, *others = run_on_ranks(lowered_chains, size, 50)
@@ -128,6 +129,7 @@ def exact_chains(ranks: Ranks) -> dict[str, str]:
 
 
 @pytest.mark.distributed
+@pytest.mark.slow
 def test_exact_gradients_give_the_same_bytes_on_any_number_of_ranks() -> None:
     with torch.random.fork_rng():
         alone = exact_chains(Ranks())
@@ -310,6 +312,7 @@ def checkpointed(ranks: Ranks, folder: str, until: int, save: bool, seed: int, e
 
 
 @pytest.mark.distributed
+@pytest.mark.slow
 @pytest.mark.parametrize("early", [True, False])
 def test_a_resumed_run_equals_the_uninterrupted_one(tmp_path: Path, early: bool) -> None:
     os.mkdir(tmp_path / "uninterrupted")

@@ -73,6 +73,7 @@ def many_means(ranks: Ranks, steps: int) -> list[Any]:
     return [seen, (first / count).tolist(), (second / count).tolist()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
 def test_means_are_unbiased_on_the_grid_and_equal_on_all_ranks(size: int) -> None:
     """The squared error of means over T steps, divided by its expectation: 1 for N independent elements.
@@ -314,6 +315,7 @@ def passes(ranks: Ranks) -> list[Any]:
     return found
 
 
+@pytest.mark.slow
 def test_two_backwards_before_a_step_have_bits_of_their_own() -> None:
     """With equal bits the mean of 25 200 numbers would be 16 standard errors off; 5 are a false alarm in 2 million."""
     [found] = run_on_ranks(passes, 1)

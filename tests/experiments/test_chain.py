@@ -79,6 +79,7 @@ GAUSSIAN = gaussian.GaussianSettings(stepsizes=(0.05, 0.01), chains=200)
 
 
 @pytest.mark.distributed
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_chains_shared_by_ranks_are_those_of_one_process(ranks: int, four: Path, tmp_path: Path) -> None:
     found = run_on_ranks(run_on_rank, ranks, FOUR.to_json(), str(tmp_path / "run"))
@@ -121,6 +122,7 @@ def test_the_report_says_how_many_chains_agree(four: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.distributed
+@pytest.mark.slow
 @pytest.mark.parametrize("chains", [1, 2])
 def test_replicas_write_one_store_for_each_chain(chains: int, tmp_path: Path) -> None:
     config = replace(SMALL, chains=chains, wire="bfp8/64")
@@ -134,6 +136,7 @@ def test_replicas_write_one_store_for_each_chain(chains: int, tmp_path: Path) ->
 
 
 @pytest.mark.distributed
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["sgldlp-f", "vc-sgldlp-l"])
 def test_a_chain_on_two_ranks_begins_as_on_one_and_keeps_to_it(method: MethodName, tmp_path: Path) -> None:
     """Activations are in full precision: only the order of sums differs, which seldom moves a weight to another code."""
@@ -170,6 +173,7 @@ def test_gaussian_rows_shared_by_ranks_are_those_of_one_process() -> None:
 
 
 @pytest.mark.distributed
+@pytest.mark.slow
 def test_replicas_resume_after_one_was_killed(tmp_path: Path) -> None:
     settings = replace(SMALL, wire="bfp8/64").to_json()
     run_on_ranks(run_on_rank, 2, settings, str(tmp_path / "uninterrupted"))
@@ -204,6 +208,7 @@ def wait_for(condition: Callable[[], Any], process: subprocess.Popen[str], secon
 
 
 @pytest.mark.distributed
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds the process of a rank in /proc")
 def test_torchrun_restarts_chains_of_which_one_was_killed(tmp_path: Path) -> None:
     long = replace(FOUR, epochs=80, samples=60, burn_in=0.1)
@@ -228,6 +233,8 @@ def test_torchrun_restarts_chains_of_which_one_was_killed(tmp_path: Path) -> Non
     assert stored_bytes(tmp_path / "run") == stored_bytes(tmp_path / "uninterrupted")
 
 
+@pytest.mark.distributed
+@pytest.mark.slow
 def test_chains_side_by_side_of_which_one_fails(four: Path, tmp_path: Path) -> None:
     """Two processes run four chains: two that were not begun, one that is done, and one whose store is damaged."""
     folder, shares = tmp_path / "run", list[float]()
@@ -252,6 +259,7 @@ def test_chains_side_by_side_of_which_one_fails(four: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.distributed
+@pytest.mark.slow
 def test_a_run_of_another_number_of_ranks_or_chains_is_refused(tmp_path: Path, four: Path) -> None:
     settings, folder = SMALL.to_json(), str(tmp_path / "run")
     outcomes = try_on_ranks(run_on_rank, 2, settings, folder, 1, 12)
