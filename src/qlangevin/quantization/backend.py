@@ -53,6 +53,7 @@ class Kernels(Protocol):
 
 
 _backends: dict[str, Kernels] = {}
+_FLOAT64 = torch.float64
 
 
 def register(device_type: str, kernels: Kernels) -> None:
@@ -69,9 +70,12 @@ def kernels_for(*tensors: Tensor) -> Kernels | None:
     """Return the kernels of the device that all of these tensors are on; None for float64, which no kernel computes in."""
     common: Kernels | None = None
     for t in tensors:
-        # is_cpu is faster than device.type, and this runs at every operation
+        # This runs at every operation, and is_cpu is faster than device.type.
         found = _backends.get("cpu" if t.is_cpu else t.device.type)
-        if found is None or t.dtype == torch.float64 or (common is not None and found is not common):
+        if found is None or t.dtype is _FLOAT64:
             return None
-        common = found
+        if common is not found:
+            if common is not None:
+                return None
+            common = found
     return common
