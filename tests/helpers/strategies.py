@@ -1,4 +1,4 @@
-"""What the tests draw from: formats of every kind, and the names a user would try."""
+"""Hypothesis strategies for formats, and names of formats of every kind."""
 
 from hypothesis import strategies as st
 
@@ -30,5 +30,5 @@ def _blocks() -> st.SearchStrategy[BlockFloat]:
 
 
 def formats() -> st.SearchStrategy[Format]:
-    """Any format there is."""
+    """Return a strategy for formats of all kinds."""
     return st.one_of(_fixed(), _blocks(), _floats(), st.sampled_from(HARDWARE))

@@ -6,8 +6,7 @@ runs plain PyTorch if the answer is None. Results are the same to the bit.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -27,9 +26,8 @@ class Kernels(Protocol):
     ) -> Tensor:  # fmt: skip
         """Return Q(x), written to ``out`` if given, which may be x; zero where ``positive``, int8 codes, is zero or less."""
 
-    @property
-    def sgld(self) -> Callable[..., None]:
-        """One SGLD step of several tensors, in place, in one call."""
+    def sgld(self, *args: Any, **kwargs: Any) -> None:
+        """Step several tensors of an SGLD sampler, in place, in one call; `native.sgld` names the arguments."""
 
     def quantize_with_codes(
         self, x: Tensor, format: Format, rounding_: str, key: Key, purpose: int, codes: tuple[Tensor, Tensor], /
