@@ -1,4 +1,4 @@
-"""Which part of a tensor this process holds, if `torch.distributed` has cut it into shards."""
+"""The shard of a tensor that this process holds, if `torch.distributed` has cut it into shards."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ __all__ = ["check_shard", "first_anywhere", "local", "shard_of"]
 
 
 def local(t: Tensor) -> Tensor:
-    """The part of a tensor that this process holds: its shard of a DTensor, all of any other."""
+    """Return the part of a tensor that this process holds: its shard of a DTensor, all of any other."""
     return cast(Tensor, getattr(t, "_local_tensor", t))  # to_local() gives a new tensor where gradients are kept
 
 
 def shard_of(t: Tensor) -> tuple[int, ...]:
-    """Which shard of a tensor this process holds; () if it holds all of it. Replicas of one shard say the same."""
+    """Return the index of the shard that this process holds; () if it holds all of the tensor. Replicas of a shard agree."""
     if local(t) is t:
         return ()
     mesh, placements = cast(Any, t).device_mesh, cast(Any, t).placements
@@ -26,7 +26,7 @@ def shard_of(t: Tensor) -> tuple[int, ...]:
 
 
 def first_anywhere(index: int, tensors: Sequence[Tensor]) -> int:
-    """The least index, if any, that a process has found among those that hold shards of these tensors; -1 is none."""
+    """Return the least index that any process with shards of these tensors has found; -1 if none has found one."""
     sharded = next((t for t in tensors if local(t) is not t), None)
     if sharded is None:
         return index

@@ -1,4 +1,4 @@
-"""Hypothesis strategies and lists of formats of every kind."""
+"""Hypothesis strategies for formats, and names of formats of every kind."""
 
 from hypothesis import strategies as st
 
@@ -30,5 +30,5 @@ def _blocks() -> st.SearchStrategy[BlockFloat]:
 
 
 def formats() -> st.SearchStrategy[Format]:
-    """Formats of every class, with any valid parameters."""
+    """Return a strategy for formats of all kinds."""
     return st.one_of(_fixed(), _blocks(), _floats(), st.sampled_from(HARDWARE))

@@ -1,14 +1,17 @@
 """The kernels against the PyTorch path, bit for bit: every format, rounding, instruction set and number of threads."""
 
-from collections.abc import Callable
-from typing import Any
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any, cast, get_args
 
 import pytest
 import torch
 from torch import Tensor
 
 from qlangevin import Key, corrected, encode, native, parse, quantize
-from qlangevin.quantization import laws
+from qlangevin.quantization import laws, random
+from qlangevin.quantization.backend import Kernels, kernels_for
+from qlangevin.quantization.formats import GridKind
 from qlangevin.quantization.operators import Rounding
 from qlangevin.sampling.step import StepSettings, TensorStep, step_tensors, update
 from tests.helpers.strategies import NAMES
@@ -36,7 +39,7 @@ def both_paths_agree(run: Callable[[], Tensor]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _restore() -> object:
+def _restore() -> Iterator[None]:
     threads, level = torch.get_num_threads(), native.level()
     yield
     torch.set_num_threads(threads)
@@ -131,7 +134,7 @@ def test_stochastic_rounding_in_the_kernels_arrangement(y: float) -> None:
     assert torch.equal((t - 1) + above + (u >= above - (ys - t)).float(), expected)
 
 
-def test_what_the_kernels_would_misread_is_refused() -> None:
+def test_tensors_that_the_kernels_would_misread_are_refused() -> None:
     theta, gradient = torch.zeros(4), torch.zeros(8)
     settings: dict[str, Any] = {"weights": None, "gradients": None, "accumulator": None, "rounding": "corrected"}
     for step in (
@@ -144,7 +147,7 @@ def test_what_the_kernels_would_misread_is_refused() -> None:
             native.sgld([step], **settings, lr=0.1, weight_decay=0.0, variance=0.0, maximize=False)
 
 
-def test_threads_and_levels_are_named() -> None:
+def test_instruction_sets_are_named() -> None:
     assert native.levels()[0] == "baseline"
     assert native.level() == native.levels()[-1]
     with pytest.raises(ValueError, match="level must be one of baseline"):
@@ -158,3 +161,40 @@ def test_disabling_nests_and_ends() -> None:
         assert not native.enabled_for(x)
     assert native.enabled_for(x)
     assert not native.enabled_for(x.double())
+
+
+def test_python_and_cpp_number_purposes_roundings_and_grids_alike() -> None:
+    kernels = native.kernels
+    assert {name.upper(): number for name, number in kernels.PURPOSES.items()} == {
+        name: getattr(random, name)
+        for name in ("ROUNDING", "NOISE", "CHOICE", "GRADIENT", "WEIGHT", "LEFTOVER", "ACTIVATION", "ERROR")
+    }
+    assert list(kernels.ROUNDINGS.items()) == [(name, number) for number, name in enumerate(get_args(Rounding))]
+    assert {name.upper(): number for name, number in kernels.GRID_KINDS.items()} == dict(GridKind.__members__)
+
+
+def test_the_module_is_the_backend_of_the_cpu() -> None:
+    backend, x = cast(Kernels, native), torch.ones(1)
+    assert kernels_for(x) is backend
+    assert kernels_for(x, x) is backend
+    for others in ((x.double(),), (x, x.double()), (x, x.to("meta"))):
+        assert kernels_for(*others) is None
+    with native.disabled():
+        assert kernels_for(x) is None
+
+
+def test_the_module_has_every_kernel_of_a_backend() -> None:
+    kernels = {name: function for name, function in vars(Kernels).items() if not name.startswith("_")}
+    assert {"quantize", "encode", "decode", "sgld"} <= set(kernels)
+    for name, function in kernels.items():
+        _, *expected = inspect.signature(function).parameters
+        assert expected == ["args", "kwargs"] or expected == list(inspect.signature(getattr(native, name)).parameters)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_grids_have_fields_of_the_same_names(name: str) -> None:
+    for shape in SHAPES:
+        size = torch.Size(shape)
+        assert isinstance(native.grid(parse(name), size), native.kernels.Grid)
+        with pytest.raises(TypeError):
+            native.kernels.Grid(*parse(name).kernel_grid(size))  # type: ignore[call-arg]

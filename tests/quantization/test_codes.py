@@ -12,7 +12,7 @@ from tests.helpers.strategies import NAMES, formats
 
 SMALL = [name for name in NAMES if parse(name).storage_bits < 32]
 SHAPES = [(), (0,), (3, 0), (1,), (5,), (7, 33), (2, 3, 40), (3, 1029)]
-# Hypothesis would rather make fixtures anew for each example; these two set a state all examples are to share.
+# Hypothesis asks for fixtures of each example; these two set a state that all examples share.
 shared = settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
@@ -78,7 +78,7 @@ def test_one_number_one_ulp_off_is_enough(format: Format, data: st.DataObject, e
 
 
 @pytest.mark.parametrize("what", ["nan", "inf", "-inf", "above", "below", "far above"])
-def test_what_has_no_code_of_its_own(what: str, every_level: str) -> None:
+def test_numbers_without_a_code_are_refused(what: str, every_level: str) -> None:
     for name in SMALL:
         high, low, infinity = parse(name).high, parse(name).low, torch.tensor(torch.inf)
         number = {
@@ -93,12 +93,12 @@ def test_what_has_no_code_of_its_own(what: str, every_level: str) -> None:
 
 
 def test_the_sign_of_zero_is_not_lost(every_level: str) -> None:
-    # Integers have one zero. Floats have room for two; if the negative one has a code, then on both paths.
+    # Integers have one zero. Floats have two, each with a code of its own.
     for name in SMALL:
         x = on_grid((7, 33), name)
         x.view(-1)[57] = -0.0
         found = exactly(x, name)
-        if isinstance(parse(name), Float) and found is not None:
+        if isinstance(parse(name), Float):
             assert torch.equal(bits(decoded(found, name)), bits(x))
         else:
             assert found is None

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from qlangevin import BF16, FP8_E4M3, FP8_E5M2, FP16, FP32, BlockFloat, FixedPoint, Float, Format, parse, quantize
 from qlangevin.quantization.formats import check_holds
-from tests.helpers.strategies import formats
+from tests.helpers.strategies import NAMES, formats
 
 
 @given(formats())
@@ -121,7 +121,7 @@ def test_blocks_lie_where_the_format_says(shape: tuple[int, ...], block: Any, ex
         (lambda: parse("fixed1.0"), "between 2 and 25"),
     ],
 )
-def test_a_format_that_cannot_be_says_why(build: Any, words: str) -> None:
+def test_impossible_formats_are_refused_with_the_reason(build: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words.replace("(", r"\(").replace(".", r"\.")):
         build()
 
@@ -132,7 +132,7 @@ def test_numpys_integers_are_integers() -> None:
     assert (str(block), block.layout(torch.Size((2, 64)))) == ("bfp8/32", (32, 32))
 
 
-def test_what_is_no_format_is_a_type_error() -> None:
+def test_other_types_are_no_formats() -> None:
     with pytest.raises(TypeError, match="got int"):
         parse(8)  # type: ignore[arg-type]
 
@@ -157,3 +157,103 @@ def test_a_number_far_below_the_gap_is_not_on_the_grid() -> None:
         True,
         True,
     ]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_code_a_format_makes_is_one_of_its_codes(name: str) -> None:
+    format = parse(name)
+    x = torch.cat(
+        [torch.randn(200, generator=torch.Generator().manual_seed(0)), torch.tensor([format.low, format.high])]
+    )
+    codes, exponents = format.encode(quantize(x.view(-1, 2), format))
+    assert codes.dtype == format.code_dtype
+    assert len(exponents) == format.block_count(codes.shape)
+    assert format.has_exponents == (len(exponents) > 0)
+    assert format.are_codes(codes, exponents)
+    assert format.are_codes(codes[:0], exponents[:0])
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "exponent"),
+    [
+        ("fixed4.1", 8, 0),
+        ("fixed11.4", -1025, 0),
+        ("bfp8", -128, 0),
+        ("bfp4", 8, 0),
+        ("bfp8e3", 1, 4),
+        ("bfp8e3", 1, -5),
+        ("fp8_e4m3", 0x7F, 0),  # NaN
+        ("fp8_e4m3", -1, 0),
+        ("fp8_e5m2", 0x7C, 0),  # infinity
+        ("e4m3", 136, 0),
+    ],
+)
+def test_bit_patterns_that_stand_for_no_number_are_no_codes(name: str, code: int, exponent: int) -> None:
+    format = parse(name)
+    codes, exponents = torch.tensor([code], dtype=format.code_dtype), torch.tensor([exponent], dtype=torch.int8)
+    assert not format.are_codes(codes, exponents)
+
+
+@pytest.mark.parametrize("name", ["fp8_e4m3", "fp8_e5m2", "e4m3", "e3m0", "bf16", "fp16"])
+def test_a_float_code_is_one_iff_its_number_is_in_range(name: str) -> None:
+    format = parse(name)
+    info = torch.iinfo(format.code_dtype)
+    codes = torch.arange(info.min, info.max + 1).to(format.code_dtype)
+    values = format.decode(codes, None)
+    good = (values >= format.low) & (values <= format.high)
+    assert format.are_codes(codes[good], None)
+    assert not any(format.are_codes(code, None) for code in codes[~good][::97])
+    assert (~good).sum() == 0 or not format.are_codes(codes, None)
+
+
+@pytest.mark.parametrize("name", ["fixed8.3", "e4m3", "fp8_e4m3", "bfp8", "bfp8/tensor", "bfp8/4", "bfp8/5"])
+@pytest.mark.parametrize("shape", [(3, 4, 5), (3, 4), (3, 2, 2, 4), (1, 5)])
+def test_stacked_tensors_are_rounded_as_if_they_were_alone(name: str, shape: tuple[int, ...]) -> None:
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0)) * torch.arange(1, 1 + shape[0]).view(
+        -1, *[1] * (len(shape) - 1)
+    )
+    format, flat = parse(name).stacked(x.shape)
+    together = quantize(x.reshape(flat), format).view(shape)
+    assert torch.equal(together, torch.stack([quantize(one, name) for one in x]))
+
+
+@pytest.mark.parametrize("name", ["fixed8.3", "bfp8", "bfp8/tensor", "bfp8/4"])
+@pytest.mark.parametrize("order", [(0, 1, 2), (0, 2, 1), (1, 0, 2), (2, 1, 0)])
+def test_blocks_are_kept_iff_permuting_dims_changes_nothing(name: str, order: tuple[int, int, int]) -> None:
+    format = parse(name)
+    x = torch.randn(4, 4, 4, generator=torch.Generator().manual_seed(0)).exp()
+    permuted = quantize(x.permute(order).contiguous(), format).permute(*[order.index(d) for d in range(3)])
+    assert format.keeps_blocks(order) == torch.equal(permuted, quantize(x, format))
+
+
+@pytest.mark.parametrize("name", ["fixed8.3", "e4m3", "bfp8", "bfp8/tensor", "bfp8/4"])
+@pytest.mark.parametrize(("shape", "dim"), [((4,), 0), ((4, 8), 0), ((4, 8), 1), ((4, 2, 4), 0), ((4, 2, 4), 1)])
+def test_a_cut_that_cuts_no_block_changes_nothing(name: str, shape: tuple[int, ...], dim: int) -> None:
+    format = parse(name)
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).exp()
+    parts = torch.cat([quantize(part, format) for part in x.split(1, dim)], dim)
+    assert format.cuts_blocks(x.shape, [dim]) or torch.equal(parts, quantize(x, format))
+
+
+def test_only_rows_of_block_formats_can_be_cut_apart() -> None:
+    matrix, vector = torch.Size((4, 8)), torch.Size((4,))
+    assert not parse("bfp8").cuts_blocks(matrix, [0])
+    assert not parse("bfp8/4").cuts_blocks(matrix, [0])
+    for dims in ([1], [0, 1], [None]):
+        assert parse("bfp8").cuts_blocks(matrix, dims)
+    assert parse("bfp8").cuts_blocks(vector, [0])
+    assert parse("bfp8/tensor").cuts_blocks(matrix, [0])
+    assert not parse("e4m3").cuts_blocks(vector, [0, None])
+
+
+def test_the_numbers_of_a_format_can_be_listed_if_elements_stand_alone() -> None:
+    for name in ("fixed6.2", "e3m2", "fp8_e4m3"):
+        format = parse(name)
+        values = format.values()
+        assert format.is_representable(values).all()
+        assert abs(len(values) - (format.value_count or 0)) <= 8  # fp8_e4m3 spends two codes on NaN
+    assert parse("bfp8").value_count is None
+    with pytest.raises(NotImplementedError, match="depend on other elements"):
+        parse("bfp8").values()
+    with pytest.raises(NotImplementedError, match="no law of its own"):
+        parse("bfp8").law(torch.ones(2), torch.ones(()))

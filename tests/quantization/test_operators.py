@@ -81,6 +81,7 @@ def everything(x: Tensor, key: Key) -> Tensor:
     return y + corrected(x, 0.01, BLOCKS, key) + corrected(x, x.abs(), "bfp8", key, "paper")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compiled_code_has_no_graph_break_and_the_same_result(backend: str) -> None:
     x = torch.randn(7, 9, generator=torch.Generator().manual_seed(0))

@@ -57,7 +57,11 @@ def test_three_outcomes_are_the_papers_categorical() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["fixed8.3", "fixed4.1", "e4m3", "e2m1", "e3m0", "fp8_e5m2", "bfp8/1", "bfp4/1", "bfp2/1"]
+    "name",
+    [
+        *["fixed8.3", "fixed4.1", "e4m3", "e2m1", "e3m0", "fp8_e5m2"],
+        *[pytest.param(name, marks=pytest.mark.slow) for name in ("bfp8/1", "bfp4/1", "bfp2/1")],
+    ],
 )
 def test_below_v0_enumerated_moments_are_exact_wherever_v_exceeds_v_s(name: str) -> None:
     # The uniform runs through all of a fine grid, so means over it are exact to the grid: no chance is involved.
@@ -81,7 +85,9 @@ def test_below_v0_enumerated_moments_are_exact_wherever_v_exceeds_v_s(name: str)
             assert (variance >= torch.maximum(v, least) - 20 * gap**2 / steps).all()
 
 
-@pytest.mark.parametrize("name", ["fixed8.3", "e4m3", "fp8_e5m2", "bf16", "bfp8/1"])
+@pytest.mark.parametrize(
+    "name", ["fixed8.3", "e4m3", "fp8_e5m2", "bf16", pytest.param("bfp8/1", marks=pytest.mark.slow)]
+)
 def test_above_v0_moments_are_exact_by_quadrature(name: str) -> None:
     # The product of a grid of uniforms and one of normal quantiles, of unit variance: no chance is involved.
     format, nodes, levels = parse(name), 256, 1024
@@ -138,7 +144,7 @@ def test_halves_round_away_from_zero() -> None:
     assert quantize(torch.tensor([1.0625]), "e4m3").tolist() == [1.125]
 
 
-def test_what_is_outside_the_range_is_clipped() -> None:
+def test_numbers_outside_the_range_are_clipped() -> None:
     x = torch.tensor([100.0, -100.0, torch.inf, -torch.inf, 15.93, -0.0])
     assert quantize(x, "fixed8.3").tolist() == [15.875, -16, 15.875, -16, 15.875, 0]
     assert corrected(x, 1.0, "fixed8.3", Key(0))[:4].tolist() == [15.875, -16, 15.875, -16]
@@ -174,7 +180,7 @@ def test_a_block_below_a_power_of_two_has_the_variance_asked_for() -> None:
     assert scores((drawn - NEAR_THE_TOP).square(), torch.full_like(NEAR_THE_TOP, v)).abs().max() < Z
 
 
-def test_algorithm_5_as_printed_misses_it_where_the_block_crosses() -> None:
+def test_algorithm_5_as_printed_has_another_variance_where_the_block_crosses() -> None:
     v = 6 * DELTA**2 / 4
     mu = torch.tensor([127.99, -50.3, 0.1, 3.3]) * DELTA
     crossed = draw_blocks(mu, v, "bfp8", "paper")
@@ -218,14 +224,12 @@ def test_a_block_is_coarsened_only_if_something_lands_outside() -> None:
     assert set((drawn[~coarse, 1] / DELTA).tolist()) == {0.0, 1.0}
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "fp32"])
 def test_the_mean_is_right_in_every_format(name: str) -> None:
     format = parse(name)
     generator = torch.Generator().manual_seed(1)
     mu = (torch.rand(12, generator=generator) - 0.5) * min(format.high, 1e3) * 0.7
     v = float(format.gap(mu).max()) ** 2 * (0.2 if isinstance(format, FixedPoint) else 0.6)
-    if not 0 < v < 1e37 or name == "fp32":
-        return
     shape = (20_000, 12)
     for drawn in (quantize(mu.expand(shape), name, "stochastic", Key(3)), corrected(mu.expand(shape), v, name, Key(3))):
         gap = format.gap(mu)

@@ -1,4 +1,4 @@
-// Block floating point: `_gaps` and `_exact_blocks` of qlangevin/rounding.py.
+// Block floating point: the functions of quantization/block_rounding.py, one block at a time.
 #pragma once
 
 #include "draw.h"
@@ -23,7 +23,7 @@ void nearest_block(const float *x, float *out, int64_t n, const Grid &grid) {
     });
 }
 
-// How the elements of one block are drawn on a given gap. kPlain: the block is far from both ends of the exponents' range, so
+// The law of the elements of one block on a given gap. kPlain: the block is far from both ends of the exponents' range, so
 // that nothing needs lifting, bounding or clipping.
 template <class V, bool kPlain>
 struct Law {
@@ -38,7 +38,7 @@ struct Law {
     template <class P> F s(int64_t i, P part, const Gap &g) const { return g.variance_of(v.at(i, part)); }
     template <class P> I at_risk(int64_t i, P part, const Gap &g) const {
         const F y_ = y(i, part, g), s_ = s(i, part, g);
-        const I near = reaches(y_, s_) > top;  // few are, and no other can be at risk
+        const I near = reaches(y_, s_) > top;  // true for few, and only these can be at risk
         return any(near) ? near & risky(y_, s_, top) : I{};
     }
     F on(F code, const Gap &g) const { return kPlain ? code * g.gap + 0.0f : onto(code, all(g.gap), low, high); }
@@ -48,7 +48,7 @@ struct Law {
     }
 };
 
-// One block of `_exact_blocks`: n elements that begin at index `at`.
+// One block of `draw_blocks`: n elements that begin at index `at`.
 template <class V, bool kPlain>
 struct Block {
     const Law<V, kPlain> law;
@@ -59,7 +59,7 @@ struct Block {
 
     bool noisy(const Gap &g) const { return g.variance_of(all(law.v.greatest(n)))[0] > 0.25f; }
 
-    // All on one gap. The cases that need no choice in each lane are worth loops of their own.
+    // Draws all elements on one gap. The cases that need no choice in each lane have loops of their own, for speed.
     void draw_all(const Gap g, float most) {
         const F s = g.variance_of(all(law.v.greatest(n)));
         const bool fits = (reaches(g.of(all(most)), s) <= grid.top)[0];
@@ -81,7 +81,7 @@ struct Block {
             });
     }
 
-    // The largest coordinate at risk, or -1.
+    // Returns the index of the largest coordinate at risk, or -1.
     int64_t largest_at_risk(const Gap fine) const {
         float most = -1.0f;
         int64_t m = -1;
@@ -94,8 +94,8 @@ struct Block {
         return m;
     }
 
-    // Whether a coordinate at risk other than m, drawn on the coarse gap, lands outside the fine grid. Those at risk are
-    // few: their random numbers are made one at a time.
+    // Returns true if a coordinate at risk other than m, drawn on the coarse gap, lands outside the fine grid. Those at risk
+    // are few: their random numbers are made one at a time.
     bool others_outside(int64_t m, const Gap fine, const Gap coarse) {
         const float limit = grid.top * fine.gap;
         bool outside = false;
@@ -112,7 +112,7 @@ struct Block {
         return law.draw(i, Part{1}, g, all(uniform.one(at + i)), all(normal.one(at + i)))[0];
     }
 
-    // The largest coordinate at risk, on the union of both grids if three outcomes there can have its variance.
+    // Draws the largest coordinate at risk, on the union of both grids if three outcomes there can have its variance.
     float draw_alone(int64_t m, const Gap fine, const Gap coarse, bool outside) {
         const Part one{1};
         const F y = law.y(m, one, fine), s = law.s(m, one, fine);
@@ -122,7 +122,7 @@ struct Block {
         return law.on(settle_wide(y, s, all(uniform.one(at + m)), top + 1), fine)[0];
     }
 
-    // Coordinates at risk are drawn first, on the coarse gap; the block is fine unless one of them lands outside.
+    // Draws the coordinates at risk first, on the coarse gap; the block is fine unless one of them lands outside.
     void draw_carefully(int64_t m, float most, const Gap fine, const Gap coarse) {
         bool outside = others_outside(m, fine, coarse);
         const float alone = draw_alone(m, fine, coarse, outside);

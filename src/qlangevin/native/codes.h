@@ -1,4 +1,4 @@
-// Numbers to codes and back; lossless on numbers that are on the grid. See qlangevin/qtensor.py for the code of each format.
+// Numbers to codes and back, lossless on the grid: `encode` and `decode` of the format classes in quantization/.
 #pragma once
 
 #include "rounding.h"
@@ -19,7 +19,7 @@ void decode_integers(const Code *code, float *value, int64_t n, float gap) {
     for (int64_t i = 0; i < n; ++i) value[i] = float(code[i]) * gap;
 }
 
-// Bytes, the case that counts, by hand.
+// The same for bytes, the most frequent case: compilers do not vectorize it well.
 void encode_integers(const float *value, int8_t *code, int64_t n, const Gap &g) {
     lanes(n, [=](int64_t i, auto part) { part.store(code + i, integers(part.load(value + i) * g.lift * g.inverse)); });
 }
@@ -28,7 +28,7 @@ void decode_integers(const int8_t *code, float *value, int64_t n, float gap) {
     lanes(n, [=](int64_t i, auto part) { part.store(value + i, floats(part.load(code + i)) * gap); });
 }
 
-// Floating point: the sign bit, and the place of |value| among the numbers of the format, counted from zero. A place is
+// Floating point: the sign bit, and the rank of |value| among the numbers of the format, counted from zero. A rank is
 // 2^man (E - emin + 1) + mantissa; below 2^emin it is value / Δ. Numbers float32 holds as subnormals are lifted by 2^64.
 template <class Code>
 void encode_floats(const float *value, Code *code, int64_t n, const Grid &grid) {
@@ -51,8 +51,8 @@ void decode_floats(const Code *code, float *value, int64_t n, const Grid &grid) 
     const int32_t shift = grid.shift, first = 1 << shift, least = grid.min_gap;
     for (int64_t i = 0; i < n; ++i) {
         const uint32_t bits = uint32_t(code[i]);
-        const int32_t place = int32_t(bits & (kSign - 1)), binade = place >> shift;
-        const int32_t digits = (place & (first - 1)) + (binade > 0 ? first : 0);
+        const int32_t rank = int32_t(bits & (kSign - 1)), binade = rank >> shift;
+        const int32_t digits = (rank & (first - 1)) + (binade > 0 ? first : 0);
         const int32_t e = least + (binade > 0 ? binade - 1 : 0);
         const float gap = as_float(uint32_t(e + (e < -100 ? 64 : 0) + 127) << 23) * (e < -100 ? 0x1p-64f : 1.0f);
         value[i] = (bits & kSign ? -1.0f : 1.0f) * float(digits) * gap;
@@ -68,7 +68,7 @@ void each_coded_block(const Recode &r, int64_t begin, int64_t end, const Block &
     each_block(r.grid, end - begin, [&](int64_t start, int64_t n) { block(begin + start, n, exponent++); });
 }
 
-// False, and not all of them encoded, if some are beyond `limit` or NaN: these have no code.
+// Returns false, with not all of them encoded, if some are beyond `limit` or NaN: these have no code.
 template <class Code>
 bool encode_as(const Recode &r, int64_t begin, int64_t end, float limit) {
     Code *codes = static_cast<Code *>(r.codes.codes);
@@ -95,7 +95,7 @@ void decode_as(const Recode &r, int64_t begin, int64_t end) {
     });
 }
 
-// Whether codes that were made of the values stand for the same bits.
+// Returns true if codes that were made of the values decode to the same bits.
 template <class Code>
 bool same_as(const Recode &r, int64_t begin, int64_t end) {
     constexpr int64_t kChunk = 1024;
@@ -121,7 +121,7 @@ bool encode_within(const Recode &r, int64_t begin, int64_t end, float limit) {
 
 void encode_range(const Recode &r, int64_t begin, int64_t end) { encode_within(r, begin, end, __builtin_inff()); }
 
-// The same for numbers of which some may have no code: false then.
+// The same for numbers of which some may have no code; returns false then.
 bool encode_inside(const Recode &r, int64_t begin, int64_t end) {
     return encode_within(r, begin, end, r.grid.high > -r.grid.low ? r.grid.high : -r.grid.low);
 }

@@ -1,4 +1,4 @@
-// Loops over elements with their random numbers beside them; and the formats where every element stands alone.
+// Loops over elements together with their random numbers; and the formats in which every element stands alone.
 #pragma once
 
 #include "rounding.h"
@@ -14,7 +14,7 @@ class Bits {
         : source_(source), purpose_(purpose), end_(end), tile_(is_narrow(purpose) ? kNarrowTile : kTile),
           tiles_(normal ? normal_tiles : is_narrow(purpose) ? narrow_tiles : uniform_tiles) {}
 
-    // The numbers of element `at` and those after it; `count` is lowered to how many are at hand.
+    // Returns the numbers of element `at` and of those after it; lowers `count` to how many are in the window.
     const float *take(int64_t at, int64_t &count) {
         if (at < from_ || at >= to_) {
             from_ = at / tile_ * tile_;
@@ -27,7 +27,7 @@ class Bits {
         return window_ + (at - from_);
     }
 
-    // The number of one element.
+    // Returns the number of one element.
     float one(int64_t at) const {
         if (at >= from_ && at < to_) return window_[at - from_];
         float tile[kNarrowTile];
@@ -73,7 +73,7 @@ inline __attribute__((always_inline)) void with_bits(int64_t at, int64_t n, Bits
     }
 }
 
-// ---- fixed point. Loops capture by value: what they hold must not seem to change with what they store.
+// ---- fixed point. Loops capture by value, so that the compiler knows that stores do not change what they captured.
 
 void nearest_fixed(const float *x, float *out, int64_t n, const Grid &grid) {
     const Gap g(grid.min_gap);
@@ -83,7 +83,7 @@ void nearest_fixed(const float *x, float *out, int64_t n, const Grid &grid) {
     });
 }
 
-// Calls draw(constant true) if no element is NaN or so far out that it needs bounding: loops can then do without.
+// Calls draw(constant true) if no element is NaN or so far out that it needs bounding: such loops are faster.
 template <bool kValue>
 struct Constant {
     static constexpr bool value = kValue;

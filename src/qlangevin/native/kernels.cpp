@@ -49,7 +49,7 @@ void corrected(const float *mu, V v, float *out, int64_t at, int64_t n, const Gr
     }
 }
 
-// ---- what is offered
+// ---- the table of kernels, see kernels.h
 
 bool quantize_range(const Quantize &q, int64_t begin, int64_t end) {
     const float *x = q.x + begin;

@@ -1,12 +1,12 @@
-// What the kernels are told and what they offer. Plain data only: this header is shared by code compiled for different
-// instruction sets, and nothing in it may be compiled twice.
+// Arguments and table of the kernels. Plain data only: this header is shared by code compiled for different instruction
+// sets, and nothing in it may be compiled twice.
 #pragma once
 
 #include <cstdint>
 
 namespace qlangevin {
 
-// A format as numbers, for one tensor. Blocks lie in lines of `line` elements cut into pieces of `size`, the last shorter.
+// The grid of a format for one tensor: `KernelGrid` of quantization/format_base.py. Blocks lie in lines of `line` elements cut into pieces of `size`, the last shorter.
 struct Grid {
     enum Kind : int32_t { kNone, kFixed, kBlock, kFloat };
     int32_t kind;
@@ -20,6 +20,7 @@ struct Grid {
 struct Source {
     uint32_t key0, key1, step0, step1;
 };
+// These are numbers of quantization/random.py and of `Rounding` in quantization/operators.py; a test compares them.
 enum Purpose : uint32_t { kRounding, kNoise, kChoice, kGradient, kWeight, kLeftover, kActivation, kError };
 enum Rounding : int32_t { kNearest, kStochastic, kCorrected };
 
@@ -64,15 +65,15 @@ struct Recode {
     Grid grid;
 };
 
-// Each works on the elements begin .. end of a tensor, whole lines of its grids; scratch holds twice as many floats.
+// The kernels of one instruction set. Each works on the elements begin .. end of a tensor, whole lines of its grids; scratch holds twice as many floats.
 struct Kernels {
     const char *name;
     bool (*quantize)(const Quantize &, int64_t begin, int64_t end);  // false if something in the result has no code
     void (*step)(const Step &, int64_t begin, int64_t end, float *scratch);
     void (*encode)(const Recode &, int64_t begin, int64_t end);
     void (*decode)(const Recode &, int64_t begin, int64_t end);
-    bool (*relu_with_codes)(const float *x, const Recode &, int64_t begin, int64_t end);  // values = relu(x); likewise
-    bool (*encode_exactly)(const Recode &, int64_t begin, int64_t end);  // of any numbers: whether the codes stand for them
+    bool (*relu_with_codes)(const float *x, const Recode &, int64_t begin, int64_t end);  // values = relu(x); the same
+    bool (*encode_exactly)(const Recode &, int64_t begin, int64_t end);  // true if the codes decode to the same bits
     void (*random)(const Source &, uint32_t purpose, bool normal, float *out, int64_t begin, int64_t end);
     bool (*finite)(const float *, int64_t begin, int64_t end);
 };

@@ -70,7 +70,7 @@ int64_t unit(std::initializer_list<const Grid *> grids) {
 template <class T>
 T *pointer(uint64_t address) { return reinterpret_cast<T *>(static_cast<uintptr_t>(address)); }
 
-// (seed, stream) to a key, as in random.py: Philox4x32-7 of (stream, 0, 0) under the seed.
+// (seed, stream) to a key, as in quantization/random.py: Philox4x32-7 of (stream, 0, 0) under the seed.
 Source source(uint64_t seed, uint64_t stream, uint64_t step) {
     uint32_t c[4] = {uint32_t(stream), uint32_t(stream >> 32), 0, 0}, k0 = uint32_t(seed), k1 = uint32_t(seed >> 32);
     for (int round = 0; round < 7; ++round, k0 += 0x9E3779B9u, k1 += 0xBB67AE85u) {
@@ -168,7 +168,7 @@ void draw(uint64_t out, int64_t numel, bool normal, uint64_t seed, uint64_t stre
     });
 }
 
-// The first of several tensors that holds an infinity or a NaN, or -1.
+// Returns the index of the first tensor that holds an infinity or a NaN, or -1.
 int64_t first_not_finite(const std::vector<uint64_t> &addresses, const std::vector<int64_t> &numels, int threads) {
     Plan plan;
     for (const int64_t numel : numels) plan.add(numel, kTile);

@@ -24,11 +24,11 @@ struct Range {
     int64_t begin, end;
 };
 
-constexpr int64_t kPanel = 4096;      // elements a kernel is given at least: what fits the cache near the core
-constexpr int64_t kGrain = 32 * 1024;  // elements worth a thread: starting one costs about what these take
+constexpr int64_t kPanel = 4096;      // least number of elements in a range: they fit the cache near the core
+constexpr int64_t kGrain = 32 * 1024;  // elements worth a thread: starting one takes about as long as these
 
-// PyTorch's own threads, if it has brought an OpenMP library along (GNU's, or one that knows GNU's names): they are there
-// already, and between two calls they spin for a while, on processors that threads of ours would have to share with them.
+// PyTorch's own threads, if it has loaded an OpenMP library (GNU's, or one that has GNU's names): they exist already, and
+// between two calls they spin for a while, on processors that threads of ours would have to share with them.
 using Parallel = void (*)(void (*)(void *), void *, unsigned, unsigned);
 Parallel openmp = nullptr;
 
@@ -44,7 +44,7 @@ void in_parallel(int threads, const Loop &loop) {
     std::vector<std::thread> others;
     try {
         for (int t = 1; t < threads; ++t) others.emplace_back([&] { loop(); });
-    } catch (const std::system_error &) {  // no more threads to be had: those there are do the work
+    } catch (const std::system_error &) {  // no more threads can be started: those that were do the work
     }
     loop();
     for (auto &thread : others) thread.join();
@@ -61,7 +61,7 @@ class Plan {
         ++tensors_;
     }
 
-    // work() is called once in each thread and returns what does one range.
+    // Calls work() once in each thread; it returns a function that processes one range.
     template <class Work>
     void run(int threads, const Work &work) const {
         nb::gil_scoped_release release;
@@ -73,7 +73,7 @@ class Plan {
             try {
                 auto one = work();
                 for (size_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < ranges_.size();) one(ranges_[i]);
-            } catch (...) {  // out of memory, say: the caller's thread is the place to tell
+            } catch (...) {  // out of memory, say: thrown again in the caller's thread
                 const std::lock_guard<std::mutex> lock(guard);
                 failure = std::current_exception();
             }
@@ -83,7 +83,7 @@ class Plan {
         if (failure) std::rethrow_exception(failure);
     }
 
-    // Whether test(range) is true for all of them.
+    // Returns true if test(range) is true for all ranges.
     template <class Test>
     bool all(int threads, const Test &test) const {
         std::atomic<bool> good{true};

@@ -1,4 +1,4 @@
-// Random bits: Philox4x32-7 and Box-Muller, the same numbers as qlangevin/random.py, operation for operation.
+// Random bits: Philox4x32-7 and Box-Muller, the same numbers as quantization/random.py, operation for operation.
 //
 // A tile is 64 elements. Counter 16 t + l yields four words; word k is that of element 64 t + 16 k + l. So every loop
 // below runs over 16 independent lanes with unit stride, which compilers turn into vector code without shuffles.
@@ -107,7 +107,7 @@ inline float negative_log(int32_t k) {
     const float e = float(int32_t(shifted) >> 23);
     const float complement = (float(0x7fffffff - k) + 0.5f) * -0x1p-31f;
     const float f = e == 0.0f ? complement : as_float((shifted & 0x7fffffu) + kSqrtHalf) - 1.0f;
-    float p = -0.0869833380f;  // -P, so that nothing is to be negated at the end
+    float p = -0.0869833380f;  // -P, which saves a negation at the end
     p = p * f + 0.142670542f;
     p = p * f + -0.149152264f;
     p = p * f + 0.165776476f;

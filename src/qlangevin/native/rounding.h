@@ -1,4 +1,4 @@
-// The laws of qlangevin/rounding.py, operation for operation, on vectors; and the gaps of formats.
+// The laws of quantization/laws.py, operation for operation, on vectors; and the gaps of formats.
 #pragma once
 
 #include "philox.h"
@@ -13,13 +13,13 @@ constexpr double kSlack = 1 + 0x1p-20;
 // Half away from zero: with the largest float below 1/2 added, truncation does it, halves and all.
 inline F nearest_integer(F x) { return whole(x + (F)(((U)x & 0x80000000u) | 0x3effffffu)); }
 
-// x in gaps, within reach; a NaN becomes a number here and is put back at the end.
+// x in gaps, bounded; a NaN becomes a number here and is put back at the end.
 inline F in_gaps(F x, F inverse) { return lesser(greater(x * inverse, all(-kFar)), all(kFar)); }
 
 // Back from gaps to a value in range; -0 becomes 0.
 inline F onto(F n, F gap, float low, float high) { return lesser(greater(n * gap, all(low)), all(high)) + 0.0f; }
 
-// The same where x, what was rounded, may be NaN, and then stays it.
+// The same if x, the number that was rounded, may be NaN: then the result is NaN.
 inline F onto(F n, F gap, float low, float high, F x) {
     const F value = onto(n, gap, low, high);
     return x == x ? value : x;
@@ -82,7 +82,7 @@ inline I feasible(F y, F s, float wide_at) {
     return s <= (1.0f + r) * (1.0f + (magnitude(n) == wide_at ? all(1.0f) : F{}) - r);
 }
 
-// Whether the law around y may leave the codes -top .. top.
+// True if the law around y may leave the codes -top .. top.
 inline I risky(F y, F s, float top) {
     const F n = nearest_integer(y), r = magnitude(y - n);
     const I gaussian = (s > 0.25f) & (reaches(y, s) <= top);

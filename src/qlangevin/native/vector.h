@@ -1,5 +1,5 @@
 // Vectors of float as wide as the instruction set has them, in the compilers' own vector language (GCC, Clang): arithmetic,
-// comparisons and `mask ? a : b` work lane by lane. Loops over memory go through `lanes`, which gives a body its pieces.
+// comparisons and `mask ? a : b` work lane by lane. Loops over memory go through `lanes`, which calls a body for each vector.
 //
 // Like all code that is compiled for several instruction sets, this calls compiler builtins and its own functions only: an
 // inline function of the standard library could be emitted once, with instructions the machine at hand does not have.
@@ -29,7 +29,7 @@ typedef uint64_t Wide __attribute__((vector_size(4 * kWidth)));
 
 inline F all(float x) { return F{} + x; }
 
-// What the language lacks, or compilers do not find: square roots; a < b ? a : b and a > b ? a : b in one instruction each
+// Operations that the language lacks or compilers do not find: square roots; a < b ? a : b and a > b ? a : b in one instruction each
 // (b, if one of them is a NaN); whether any lane of a mask is set.
 #if defined(__AVX512F__)
 inline F root(F x) { return (F)_mm512_sqrt_ps((__m512)x); }
@@ -65,7 +65,7 @@ inline F positive(F x) { return greater(x, F{}); }
 inline F whole(F x) { return __builtin_convertvector(__builtin_convertvector(x, I), F); }  // towards zero, |x| < 2^31
 inline F one_where(I mask) { return (F)(mask & (I)all(1.0f)); }
 
-// Whole numbers in the lanes, |x| < 2^31; and these as bytes in memory, for which compilers find no good way by themselves.
+// Whole numbers in the lanes, |x| < 2^31; and these as bytes in memory, which compilers do not vectorize well.
 inline I integers(F x) { return __builtin_convertvector(x, I); }
 inline F floats(I x) { return __builtin_convertvector(x, F); }
 #if defined(__AVX512F__)
@@ -89,7 +89,7 @@ inline void store_bytes(int8_t *p, I x) {
 }
 #endif
 
-// A piece of memory: a whole vector, or what is left at the end (missing lanes read as zero).
+// A piece of memory: a full vector, or the shorter one at the end (missing lanes read as zero).
 struct Full {
     static constexpr int64_t count = kWidth;
     F load(const float *p) const {

@@ -6,8 +6,7 @@ runs plain PyTorch if the answer is None. Results are the same to the bit.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -27,9 +26,8 @@ class Kernels(Protocol):
     ) -> Tensor:  # fmt: skip
         """Return Q(x), written to ``out`` if given, which may be x; zero where ``positive``, int8 codes, is zero or less."""
 
-    @property
-    def sgld(self) -> Callable[..., None]:
-        """One SGLD step of several tensors, in place, in one call."""
+    def sgld(self, *args: Any, **kwargs: Any) -> None:
+        """Step several tensors of an SGLD sampler, in place, in one call; `native.sgld` names the arguments."""
 
     def quantize_with_codes(
         self, x: Tensor, format: Format, rounding_: str, key: Key, purpose: int, codes: tuple[Tensor, Tensor], /
@@ -53,6 +51,7 @@ class Kernels(Protocol):
 
 
 _backends: dict[str, Kernels] = {}
+_FLOAT64 = torch.float64
 
 
 def register(device_type: str, kernels: Kernels) -> None:
@@ -69,9 +68,12 @@ def kernels_for(*tensors: Tensor) -> Kernels | None:
     """Return the kernels of the device that all of these tensors are on; None for float64, which no kernel computes in."""
     common: Kernels | None = None
     for t in tensors:
-        # is_cpu is faster than device.type, and this runs at every operation
+        # This runs at every operation, and is_cpu is faster than device.type.
         found = _backends.get("cpu" if t.is_cpu else t.device.type)
-        if found is None or t.dtype == torch.float64 or (common is not None and found is not common):
+        if found is None or t.dtype is _FLOAT64:
             return None
-        common = found
+        if common is not found:
+            if common is not None:
+                return None
+            common = found
     return common

@@ -11,7 +11,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from .block_rounding import draw_blocks
+from .block_rounding import BlockGrid, draw_blocks
 from .format_base import (
     FLOAT32_MIN_EXPONENT,
     Format,
@@ -178,7 +178,8 @@ class BlockFloat(Format):
     def draw(self, mu: Tensor, v: Tensor, u: Tensor, xi: Tensor) -> Tensor:
         variance = v.expand_as(mu) if v.dim() else v
         rows = [self.blocks(t) if t.dim() else t for t in (mu, variance, u, xi)]
-        return self.unblocks(draw_blocks(self, *rows), mu.shape)
+        grid = BlockGrid(self.gap_exponent(rows[0]), self.max_gap_exponent, self.top)
+        return self.unblocks(draw_blocks(grid, *rows), mu.shape)
 
     # ---- codes
 

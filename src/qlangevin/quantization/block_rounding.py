@@ -15,7 +15,7 @@ Blocks are the rows of a matrix; u are uniform and ξ normal random numbers. `na
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,12 +24,17 @@ from .format_base import ceil_log2, power_of_two
 from .laws import SLACK, Law, feasible, in_gaps, nearest_integer
 from .random import NORMAL_BOUND, root
 
-if TYPE_CHECKING:
-    from .block_float import BlockFloat
-
-__all__ = ["draw_blocks"]
+__all__ = ["BlockGrid", "draw_blocks"]
 
 SQRT_4_3 = 1.1547006  # up to σ = Δ/sqrt(4/3), that is s <= 3/4, three outcomes are always feasible
+
+
+class BlockGrid(NamedTuple):
+    """The grids that blocks may be drawn on: gaps from Δ(μ) to the greatest, codes -N .. N."""
+
+    gap_exponent: Tensor  # log2 Δ(μ) of each block, a column
+    max_gap_exponent: int
+    top: int  # N
 
 
 class BlockGaps(NamedTuple):
@@ -40,10 +45,10 @@ class BlockGaps(NamedTuple):
     at_risk: Tensor
 
 
-def draw_blocks(format: BlockFloat, mu: Tensor, v: Tensor, u: Tensor, xi: Tensor) -> Tensor:
+def draw_blocks(grid: BlockGrid, mu: Tensor, v: Tensor, u: Tensor, xi: Tensor) -> Tensor:
     """Return Q^vc(μ, v) for blocks, one a row; v is a scalar or a matrix like μ."""
-    top = format.top
-    gaps = find_gaps(mu, v, format)
+    top = grid.top
+    gaps = find_gaps(grid, mu, v)
     on_fine = Law.on(mu, v, gaps.fine, top).draw(u, xi)
     if not bool(gaps.at_risk.any()):
         return on_fine
@@ -73,17 +78,16 @@ def draw_alone(mu: Tensor, v: Tensor, u: Tensor, fine: Tensor, top: int) -> tupl
     return Law(fine, y, s, never, top + 1).draw(u, torch.zeros_like(y)), possible
 
 
-def find_gaps(mu: Tensor, v: Tensor, format: BlockFloat) -> BlockGaps:
+def find_gaps(grid: BlockGrid, mu: Tensor, v: Tensor) -> BlockGaps:
     """Search the least gap on which all outcomes fit, downwards from one of which a bound says so."""
     largest = mu.abs().amax(1, keepdim=True)
     sigma = root(v)
     most_sigma = sigma.amax(1, keepdim=True) if sigma.dim() else sigma
-    canonical = format.gap_exponent(mu)
-    enough = ceil_log2(sufficient_gap(largest, most_sigma, float(format.top)))
-    coarse = torch.maximum(canonical, enough).clamp_max(format.max_gap_exponent)
+    enough = ceil_log2(sufficient_gap(largest, most_sigma, float(grid.top)))
+    coarse = torch.maximum(grid.gap_exponent, enough).clamp_max(grid.max_gap_exponent)
     while True:
-        fine = torch.maximum(canonical, coarse - 1)
-        at_risk = may_leave(mu, v, power_of_two(fine, mu.dtype), format.top) & (fine < coarse)
+        fine = torch.maximum(grid.gap_exponent, coarse - 1)
+        at_risk = may_leave(mu, v, power_of_two(fine, mu.dtype), grid.top) & (fine < coarse)
         too_coarse = (fine < coarse) & ~at_risk.any(1, keepdim=True)
         if not bool(too_coarse.any()):
             break

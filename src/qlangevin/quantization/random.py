@@ -1,9 +1,9 @@
-"""Which bits: random numbers as a pure function of (seed, stream, step, purpose, element index).
+"""Random numbers as a pure function of (seed, stream, step, purpose, element index).
 
 The generator is Philox4x32 with seven rounds (Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy
 as 1, 2, 3", SC 2011): a keyed bijection of 128-bit counters, the fewest rounds for which its authors found no
 failure in BigCrush. Nothing is stored and nothing advances. Hence the PyTorch and the native path draw the same
-bits, the number of threads does not matter, and a resumed run continues where it stopped.
+bits, the number of threads does not matter, and a resumed run draws what an uninterrupted one would.
 
 Layout. Counters run along lanes so that a vector unit needs no shuffles: element i = 64 t + 16 k + l takes word k of
 counter 16 t + l. Normals are Box-Muller pairs from words (0, 1) and (2, 3) of one counter.
@@ -28,9 +28,9 @@ ROUNDS = 7
 WORD = 0xFFFFFFFF
 LANES, TILE = 16, 64
 
-# What a draw is for. One element of one step may need several independent numbers.
+# Purposes of a draw: one element of one step may need several independent numbers. Kernels have the same numbers.
 ROUNDING, NOISE, CHOICE, GRADIENT, WEIGHT, LEFTOVER, ACTIVATION, ERROR = range(8)
-NARROW = (ACTIVATION, ERROR)  # of these there are many, and 16 random bits do for each; see `uniform`
+NARROW = (ACTIVATION, ERROR)  # these are drawn most often, and 16 random bits each suffice; see `uniform`
 STREAM = 255  # deriving another stream
 
 # |normal| never exceeds this: the least uniform is 2^-32. The exact block algorithms rely on it for headroom.
@@ -38,7 +38,7 @@ NORMAL_BOUND = math.sqrt(2 * math.log(2.0**32)) + 1e-5
 
 
 def philox(counter: tuple[Any, Any, Any, Any], key: tuple[Any, Any], rounds: int = ROUNDS) -> tuple[Any, Any, Any, Any]:
-    """Philox4x32 on Python integers or on int64 tensors holding 32-bit words."""
+    """Apply Philox4x32 to Python integers or to int64 tensors holding 32-bit words."""
     (c0, c1, c2, c3), (k0, k1) = counter, key
     for _ in range(rounds):
         product0, product1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57  # 64-bit, wrapping: only the bits count
@@ -54,7 +54,7 @@ def philox(counter: tuple[Any, Any, Any, Any], key: tuple[Any, Any], rounds: int
 
 @dataclass(frozen=True)
 class Key:
-    """Names a sequence of random numbers: chains differ by stream, the moments of one chain by step."""
+    """Name of a sequence of random numbers: chains differ by stream, the steps of one chain by step."""
 
     seed: int
     stream: int = 0
@@ -63,18 +63,18 @@ class Key:
     def __post_init__(self) -> None:
         for name in ("seed", "stream", "step"):
             value = getattr(self, name)
-            if type(value) is int and 0 <= value < 2**64:  # the usual case, and keys are made by the hundred
+            if type(value) is int and 0 <= value < 2**64:  # the usual case, fast: a step makes a key for each parameter
                 continue
             if isinstance(value, bool) or not isinstance(value, numbers.Integral) or not 0 <= int(value) < 2**64:
                 raise ValueError(f"{name} must be an integer between 0 and 2^64 - 1, got {value!r}")
             object.__setattr__(self, name, int(value))  # also of NumPy's integers
 
     def at(self, step: int) -> Key:
-        """The same sequence at another step."""
+        """Return the key of the same stream at another step."""
         return replace(self, step=step)
 
     def fold(self, index: int) -> Key:
-        """An independent stream derived from this one: one for each parameter, say."""
+        """Return the key of an independent stream derived from this one, such as one for each parameter."""
         low, high, _, _ = philox((index & WORD, index >> 32 & 0xFFFFFF | STREAM << 24, 0, 0), self.bits)
         return replace(self, stream=low | high << 32)
 
@@ -86,7 +86,7 @@ class Key:
 
 
 def words(key: Key, count: int, purpose: int = ROUNDING, device: torch.device | str | None = None) -> Tensor:
-    """The first ``count`` 32-bit words of the sequence, as int64."""
+    """Return the first ``count`` 32-bit words of the sequence, as int64."""
     tiles = -(-count // TILE)
     index = torch.arange(tiles * LANES, dtype=torch.int64, device=device)
     zero = torch.zeros_like(index)
@@ -96,7 +96,7 @@ def words(key: Key, count: int, purpose: int = ROUNDING, device: torch.device | 
 
 
 def uniform(key: Key, count: int, purpose: int = ROUNDING, device: torch.device | str | None = None) -> Tensor:
-    """float32 between 0 and 1: the middles of 2^23 equal cells, so that u and 1 - u have the same law.
+    """Return float32 numbers between 0 and 1: the middles of 2^23 equal cells, so that u and 1 - u have the same law.
 
     Activations and errors have 2^16 cells: two numbers from a word, those of 64 words' low halves first.
     """
@@ -115,7 +115,7 @@ _LN2, _SQRT_HALF = 0.69314718, 0.70710677
 
 
 def _horner(coefficients: tuple[float, ...], x: Tensor) -> Tensor:
-    """c0 + c1 x + c2 x^2 + ..., one multiplication and one addition at a time."""
+    """Return c0 + c1 x + c2 x^2 + ..., one multiplication and one addition at a time."""
     total = torch.full_like(x, coefficients[-1])
     for c in reversed(coefficients[:-1]):
         total = total * x + c
@@ -123,14 +123,14 @@ def _horner(coefficients: tuple[float, ...], x: Tensor) -> Tensor:
 
 
 def root(x: Tensor) -> Tensor:
-    """sqrt(x), correctly rounded. torch's own is not, on CPUs where it calls a vector library; by way of float64 it is."""
+    """Return sqrt(x), correctly rounded, by way of float64: torch calls a vector library on some CPUs, which is not."""
     if x.device.type == "mps":  # has no float64
         return x.sqrt()
     return x.double().sqrt().to(x.dtype)
 
 
 def _negative_log(k: Tensor) -> Tensor:
-    """-ln u for u = (k + 1/2) / 2^31, with k a 31-bit integer.
+    """Return -ln u for u = (k + 1/2) / 2^31, with k a 31-bit integer.
 
     u = 2^e (1 + f) with 1 + f between sqrt(1/2) and sqrt(2), and ln(1 + f) = f - f^2/2 + f^3 P(f). Near u = 1, where
     f would lose its digits, it is taken from the integer 2^31 - 1 - k, which has them all.
@@ -146,7 +146,7 @@ def _negative_log(k: Tensor) -> Tensor:
 
 
 def normal(key: Key, count: int, purpose: int = NOISE, device: torch.device | str | None = None) -> Tensor:
-    """Standard normal float32 by Box-Muller, at most `NORMAL_BOUND` in magnitude.
+    """Return standard normal float32 numbers by Box-Muller, at most `NORMAL_BOUND` in magnitude.
 
     A pair of words (a, b) gives ρ = sqrt(-ln u) from a, and from b two random signs and an angle φ in [-π/4, π/4). The
     pair is ± ρ (cos φ - sin φ), ± ρ (cos φ + sin φ), that is sqrt(-2 ln u) times the cosine and the sine of φ + π/4.

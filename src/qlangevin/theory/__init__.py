@@ -1,4 +1,4 @@
-"""What is known about the chains without sampling.
+"""Properties of the chains that are known without sampling.
 
 `stationary`  the exact law a chain on a finite grid converges to, and its distance to the target: one dimension
 `bounds`      Theorems 1, 2 and 3 of the paper: how far from the target a chain can be at most, in any dimension

@@ -43,20 +43,20 @@ ALGORITHMS: tuple[Algorithm, ...] = get_args(Algorithm)  # of Theorems 1, 2 and 
 
 @dataclass(frozen=True)
 class Constants:
-    """What the theorems need to know of the target and of its gradients."""
+    """Constants of the target and of its gradients that the theorems need."""
 
     convexity: float
     """m: no eigenvalue of the Hessian of U is below it."""
     smoothness: float
-    """M: none is above it."""
+    """M: no eigenvalue of the Hessian of U is above it."""
     hessian: float = 0.0
-    """Ψ: how fast the Hessian changes at most, ‖∇²U(x) - ∇²U(y)‖ ≤ Ψ‖x - y‖; 0 if U is quadratic."""
+    """Ψ: Lipschitz constant of the Hessian, ‖∇²U(x) - ∇²U(y)‖ ≤ Ψ‖x - y‖; 0 if U is quadratic."""
     dimension: int = 1
     """d: the number of weights."""
     noise: float = 0.0
     """κ: standard deviation of a stochastic gradient, E‖∇Ũ - ∇U‖² ≤ κ²; 0 for the gradient of all data."""
     gradient: float | None = None
-    """G: E‖Q_G(∇Ũ)‖_1 at most; asked for by VC SGLDLP-L where 2α ≤ Δ_W²/4."""
+    """G: E‖Q_G(∇Ũ)‖_1 at most; needed for VC SGLDLP-L where 2α ≤ Δ_W²/4."""
 
     def __post_init__(self) -> None:
         for name in ("convexity", "smoothness"):
@@ -74,13 +74,13 @@ class Constants:
 
     @property
     def largest_stepsize(self) -> float:
-        """2/(m + M): up to there a step of gradient descent brings any two points nearer, by 1 - αm at least."""
+        """2/(m + M): up to here a step of gradient descent brings any two points nearer, by a factor of at most 1 - αm."""
         return 2 / (self.convexity + self.smoothness)
 
 
 @dataclass(frozen=True)
 class Bound:
-    """W_2(μ_K, π) is at most ``total``, the sum of `terms`. ``noise`` is √(gradient_noise² + weight_noise²)."""
+    """An upper bound of W_2(μ_K, π): ``total``, the sum of `terms`. ``noise`` is √(gradient_noise² + weight_noise²)."""
 
     method: Algorithm
     contraction: float
@@ -111,7 +111,7 @@ class Bound:
 
     @property
     def floor(self) -> float:
-        """What is left after infinitely many steps."""
+        """The bound after infinitely many steps."""
         return math.fsum(value for name, value in self.terms.items() if name != "contraction")
 
     def __str__(self) -> str:
@@ -130,7 +130,7 @@ def bound(
     start: float = 0.0,
     printed: bool = False,
 ) -> Bound:
-    """The bound for one of the three methods.
+    """Return the bound for one of the three methods.
 
     Args:
         method: sgldlp-f, naive-sgldlp-l or vc-sgldlp-l; "VC SGLDLP-L" is the same.
@@ -165,10 +165,10 @@ def bound(
 
 
 def best_stepsize(constants: Constants, weight_gap: float, gradient_gap: float = 0.0) -> float:
-    """The stepsize at which Theorem 2 leaves the lowest floor for naive SGLDLP-L.
+    """Return the stepsize at which Theorem 2 leaves the lowest floor for naive SGLDLP-L.
 
     The floor is a√α + √(bα + c/α) and terms without α, where a = 1.65 (M/m) √d, b = (Δ_G²d/4 + κ²)/m, c = Δ_W²d/(4m).
-    Its derivative vanishes where (a²b - b²) α⁴ + (a² + 2b) c α² = c², and that is at one place only:
+    Its derivative vanishes where (a²b - b²) α⁴ + (a² + 2b) c α² = c², and that is at one α only:
     α² = 2c / (a² + 2b + a√(a² + 8b)). If this is beyond 2/(m + M), the best is 2/(m + M).
     """
     d, m = constants.dimension, constants.convexity
@@ -184,7 +184,7 @@ def best_stepsize(constants: Constants, weight_gap: float, gradient_gap: float =
 
 @dataclass(frozen=True)
 class Bits:
-    """Fractional bits F, gap 2^-F, that bring a bound down to ``accuracy``; a format has the next whole number."""
+    """Fractional bits F, gap 2^-F, at which a bound equals ``accuracy``; a format needs the next integer."""
 
     accuracy: float
     sgld: float
@@ -192,7 +192,7 @@ class Bits:
 
     @property
     def whole(self) -> tuple[int, int]:
-        """(of SGLD, of SGD) as formats have them: whole, and not below zero."""
+        """(of SGLD, of SGD) as formats have them: integers, not below zero."""
         return math.ceil(max(0.0, self.sgld)), math.ceil(max(0.0, self.sgd))
 
     def __str__(self) -> str:
@@ -201,7 +201,7 @@ class Bits:
 
 
 def bits_needed(constants: Constants, accuracy: float, sgd_rate: float | None = None) -> Bits:
-    """How fine a grid SGLD and SGD with full-precision accumulators need, with many steps of a small stepsize.
+    """Return the bits that SGLD and SGD with full-precision accumulators need, with many steps of a small stepsize.
 
         SGLD    min(ΨΔ²d/4, MΔ√d/2)/m ≤ accuracy        Theorem 1, its bias
         SGD     rate · Δ ≤ accuracy                     Yang et al. (2019)
@@ -221,7 +221,7 @@ def bits_needed(constants: Constants, accuracy: float, sgd_rate: float | None = 
 
 
 def _rounding_variance(method: Algorithm, c: Constants, alpha: float, gap: float, printed: bool) -> float:
-    """A, for all weights together."""
+    """Return A, for all weights together."""
     most = gap * gap / 4
     if method != "vc-sgldlp-l":
         return most * c.dimension
@@ -260,5 +260,5 @@ def _positive(name: str, value: float) -> float:
 
 
 def _log2(a: float, b: float) -> float:
-    """log2(a/b), also where the quotient is out of range."""
+    """Return log2(a/b), also where the quotient is out of range."""
     return math.log2(a) - math.log2(b)

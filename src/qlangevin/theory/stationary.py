@@ -260,7 +260,8 @@ def _solve(matrix: Tensor) -> Tensor:
 def wasserstein2(points: Tensor, probabilities: Tensor, target: Target) -> float:
     """Return the 2-Wasserstein distance of a law on points to a target with quantile function F^-1.
 
-    W_2² = Σ_i ∫ (x_i - F^-1(u))² du, over the u that lie between the sums of probabilities before and after x_i. ``points`` must be increasing. With u = Φ(z) a Gaussian target has a closed form in φ(z); for any other the integral over z
+    W_2² = Σ_i ∫ (x_i - F^-1(u))² du, over the u that lie between the sums of probabilities before and after x_i. ``points`` must
+    be increasing. With u = Φ(z) a Gaussian target has a closed form in φ(z); for any other the integral over z
     is done by Gauss's quadrature.
     """
     p = probabilities.double()
