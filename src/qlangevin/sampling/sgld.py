@@ -17,19 +17,12 @@ from .._dtensor import first_anywhere, local, shard_of
 from ..quantization import operators, random
 from ..quantization.formats import Format, parse
 from ..quantization.operators import Algorithm, Rounding
-from ..quantization.qtensor import QTensor, decoded
+from ..quantization.qtensor import QTensor
 from ..quantization.random import Key
 from . import in_backward
+from .accumulator import begin_accumulator, was_overwritten
 from .checks import check_parameter, first_not_finite
-from .step import (
-    FIELDS,
-    FORMATS,
-    StepSettings,
-    TensorStep,
-    parameter_key,
-    quantize_for,
-    step_tensors,
-)
+from .step import FIELDS, FORMATS, StepSettings, TensorStep, parameter_key, quantize_for, step_tensors
 
 __all__ = ["SGLD"]
 
@@ -103,7 +96,8 @@ class SGLD(Optimizer):
             self.param_groups.pop()
             raise
         for p in group["params"]:
-            self._state_of(p, settings)
+            with torch.no_grad():
+                self._state_of(p, settings)
             self._attach_hook(p)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -118,15 +112,14 @@ class SGLD(Optimizer):
 
     # ---- the state of a parameter: its index among all, steps taken, accumulator if any, and torch's version of its weights
 
-    @torch.no_grad()
     def _state_of(self, p: Tensor, settings: StepSettings) -> dict[str, Any]:
         """Return the state of a parameter, made at the first call; its accumulator stands for the weights as they are."""
         state = cast(dict[str, Any], self.state[p])
         if "index" not in state:
             self._begin_state(p, state, settings)
-        elif settings.accumulator and ("accumulator" not in state or _was_overwritten(p, state, settings)):
+        elif settings.accumulator and ("accumulator" not in state or was_overwritten(p, state, settings)):
             key = _key_of(p, settings, state["index"], state["step"])
-            state["accumulator"] = _begin_accumulator(p, settings, key)
+            state["accumulator"] = begin_accumulator(p, settings, key)
         return state
 
     def _begin_state(self, p: Tensor, state: dict[str, Any], settings: StepSettings) -> None:
@@ -135,7 +128,7 @@ class SGLD(Optimizer):
         state["step"] = 0
         part, source, key = local(p), local(p), _key_of(p, settings, state["index"], 0)
         if settings.accumulator:
-            source = state["accumulator"] = _begin_accumulator(p, settings, key)
+            source = state["accumulator"] = begin_accumulator(p, settings, key)
         if settings.accumulator or not isinstance(part, QTensor):  # a packed one is on its grid
             format = settings.weights_format(part)
             part.copy_(quantize_for(random.WEIGHT, source, format, settings.noise_free_rounding, key))
@@ -280,23 +273,3 @@ class SGLD(Optimizer):
 def _key_of(p: Tensor, settings: StepSettings, index: int, step: int) -> Key:
     """Return the random bits of a parameter, or of the shard of it that this process has."""
     return parameter_key(settings.seed, settings.stream, index, step, shard_of(p))
-
-
-def _begin_accumulator(p: Tensor, settings: StepSettings, key: Key) -> Tensor:
-    """Return a copy of the weights in the accumulator's format."""
-    values = decoded(local(p)).to(operators.working_dtype(p.dtype)).contiguous()
-    return quantize_for(random.ROUNDING, values, settings.accumulator, settings.noise_free_rounding, key).clone()
-
-
-def _was_overwritten(p: Tensor, state: dict[str, Any], settings: StepSettings) -> bool:
-    """Return whether other code has written weights into a parameter that its accumulator does not stand for.
-
-    Writing raises torch's version counter, but may have put back the same weights, as loading a checkpoint does. Weights
-    rounded from the accumulator are within two gaps of it.
-    """
-    name = settings.weights_format(local(p))
-    if state.get("version", p._version) == p._version or name is None:
-        return False
-    format, weights = parse(name), decoded(local(p)).to(operators.working_dtype(p.dtype))
-    distance = (weights - state["accumulator"].clamp(format.low, format.high)).abs()
-    return bool((distance > 2 * format.gap(weights)).any())
