@@ -39,7 +39,7 @@ def only_autograd_holds(e: Tensor, receiver: Receiver) -> bool:
 
 
 def _count_references(e: Tensor) -> tuple[int, ...]:
-    """Return the numbers of references to a tensor, from C++ and from Python, and to its memory; () for a view or a tensor with gaps."""
+    """Return the numbers of references to a tensor, from C++ and Python, and to its memory; () for a view or one with gaps."""
     if e._is_view() or memory_order(e) is None:
         return ()
     return e._use_count(), torch._C._storage_Use_Count(e.untyped_storage()._cdata), sys.getrefcount(e)  # type: ignore[attr-defined]
