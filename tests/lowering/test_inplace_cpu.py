@@ -47,7 +47,7 @@ def test_errors_that_others_refer_to_are_not_overwritten() -> None:
 def test_a_tensor_that_others_refer_to_is_not_overwritten(kind: str) -> None:
     layer, x, mine = nn.Linear(20, 20), torch.randn(20, 20), torch.randn(20, 20)
     before = (x.clone(), mine.clone())
-    seen: list[tuple[Tensor, Tensor]] = []
+    seen: list[tuple[Tensor, Tensor]] = []  # what a global hook, which comes first, got: the tensor and a copy
     if kind == "forward":
         layer.forward = lambda input: mine  # type: ignore[method-assign]
     elif kind != "global":
@@ -101,10 +101,12 @@ def test_errors_are_rounded_in_place_unless_another_hook_keeps_them(
     monkeypatch.setattr(inplace_cpu, "quantize_in_memory_order", record)
     model = ql.lower(two_linear(), "bfp8", "bfp8")
     kept: list[Tensor] = []
-    if (
-        watched
-    ):  # the hooks of layers come first, so that only an error on its way to a layer is seen before it is rounded
-        model[2].register_full_backward_hook(lambda module, into, out: kept.extend(into))
+    if watched:
+
+        def keep_error(module: nn.Module, args: Any, y: Tensor) -> None:
+            y.register_hook(kept.append)
+
+        model[1].register_forward_hook(keep_error)
     (model(torch.randn(64, 64)) * torch.randn(64, 64)).sum().backward()
     assert overwritten == [True, not watched]
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 import qlangevin as ql
 from qlangevin import lowering, native
@@ -69,10 +70,8 @@ def test_every_layer_gives_and_gets_numbers_on_the_grid(name: str, format: str) 
         if not isinstance(module, nn.ReLU):  # rounds its error in its backward, after this hook
             y.register_hook(lambda e: errors.append(e.clone()))
 
-    for module in model.modules():
-        if isinstance(module, lowering.LAYERS) and not isinstance(
-            module, nn.modules.linear.NonDynamicallyQuantizableLinear
-        ):
+    for module in model.modules():  # attention computes with the weights of its last linear layer, but does not call it
+        if isinstance(module, lowering.LAYERS) and not isinstance(module, NonDynamicallyQuantizableLinear):
             module.register_forward_hook(record)
     nn.functional.cross_entropy(model(x), labels).backward()
     assert outputs

@@ -30,16 +30,16 @@ def test_the_kernels_and_the_operators_give_the_same_bits(name: str, format: str
 
 
 def test_transposed_outputs_keep_their_layout_compiled_and_not() -> None:
-    class Turned(nn.Module):
+    class Transposed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.here = ql.Quantize()
+            self.quantize = ql.Quantize()
 
         def forward(self, x: Tensor) -> Tensor:
-            y: Tensor = self.here((x * 2).t())
+            y: Tensor = self.quantize((x * 2).t())
             return y * 2
 
-    model = ql.lower(Turned(), "bfp8", "bfp8")
+    model = ql.lower(Transposed(), "bfp8", "bfp8")
     x = torch.randn(16, 32)
     with torch.no_grad():
         y = copy.deepcopy(model)(x)
@@ -66,9 +66,7 @@ def test_other_dtypes(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("name", COMPILED)
-@pytest.mark.filterwarnings(
-    "ignore:The .grad attribute of a Tensor that is not a leaf"
-)  # where dynamo cannot trace: LSTM
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # of an LSTM, by dynamo
 def test_it_compiles(name: str) -> None:
     model, x, labels = build(name)
     ql.lower(model, "bfp8", "bfp8")

@@ -123,7 +123,10 @@ class Handler:
 
 def find_handler(module: nn.Module) -> Handler | None:
     """Return the handler of a module; None if it is not lowered."""
-    return next((hook for hook in module._forward_hooks.values() if isinstance(hook, Handler)), None)
+    for hook in module._forward_hooks.values():
+        if isinstance(hook, Handler):
+            return hook
+    return None
 
 
 def _instance_forward(module: nn.Module) -> Any:
