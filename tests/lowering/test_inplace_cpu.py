@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import qlangevin as ql
 from qlangevin import native
 from qlangevin.lowering import inplace_cpu, tensor_owners
+from qlangevin.lowering.memory_order import quantize_in_memory_order
 from qlangevin.quantization import random
 from tests.helpers.networks import build, gradients, same_gradients, two_linear
 
@@ -91,12 +92,11 @@ def test_errors_are_rounded_in_place_unless_another_hook_keeps_them(
     watched: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     overwritten: list[bool] = []
-    quantize = inplace_cpu.quantize_in_memory_order
 
     def record(*args: Any, overwrite: bool = False, **kwargs: Any) -> Tensor:
         if args[4] == random.ERROR:
             overwritten.append(overwrite)
-        return quantize(*args, overwrite=overwrite, **kwargs)
+        return quantize_in_memory_order(*args, overwrite=overwrite, **kwargs)
 
     monkeypatch.setattr(inplace_cpu, "quantize_in_memory_order", record)
     model = ql.lower(two_linear(), "bfp8", "bfp8")

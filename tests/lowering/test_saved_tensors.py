@@ -13,6 +13,7 @@ import qlangevin as ql
 from qlangevin import native
 from qlangevin.lowering import saved_tensors
 from qlangevin.lowering.saved_tensors import SavedAsCodes, SavedCodes, SavedUnchanged
+from qlangevin.quantization.codes import encode_exactly
 from tests.helpers.networks import build, gradients, same_gradients, two_linear
 
 FORMATS = ["bfp8", "bfp8/tensor", "bfp8/4", "fixed8.4", "fp8_e5m2", "bfp16"]
@@ -75,10 +76,9 @@ def test_outputs_that_were_saved_are_encoded_in_the_next_forward_by_their_layer(
 ) -> None:
     model, x = ql.lower(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), "bfp8"), torch.randn(64, 64)
     encoded: list[bool] = []
-    encode = saved_tensors.encode_exactly
 
     def record(values: Tensor, format: ql.Format) -> Any:
-        found = encode(values, format)
+        found = encode_exactly(values, format)
         encoded.append(found is not None)
         return found
 

@@ -33,10 +33,9 @@ def block_order(x: Tensor, format: Format) -> tuple[int, ...] | None:
     Blocks that are examples need the first dim first, groups along the last dim need that one last.
     """
     order = memory_order(x)
-    block = format.block if isinstance(format, BlockFloat) else "tensor"
-    if not order or block == "tensor":
+    if not order or not isinstance(format, BlockFloat) or format.block == "tensor":
         return order
-    return order if (order[0] == 0 if block == "row" else order[-1] == x.dim() - 1) else None
+    return order if (order[0] == 0 if format.block == "row" else order[-1] == x.dim() - 1) else None
 
 
 def reorder_dims(x: Tensor, order: tuple[int, ...]) -> Tensor:
