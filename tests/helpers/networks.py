@@ -1,13 +1,14 @@
-"""Small networks of every kind, with inputs and labels, for the tests of lowering and packing."""
+"""Small networks of every kind, with inputs and labels, for tests of lowering, packing and storage."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from qlangevin import Quantize
+from qlangevin import Quantize, parse
 from qlangevin.experiments import models
 
 
@@ -25,7 +26,7 @@ class Transformer(nn.Module):
 
 
 class UNet(nn.Module):
-    """Down, up again by a transposed convolution, and a skip connection."""
+    """A strided convolution, a transposed convolution, and a skip connection around both."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +42,7 @@ class UNet(nn.Module):
 
 
 class Tied(nn.Module):
-    """One matrix for words going in and words coming out, and one layer used twice."""
+    """One matrix for input and output embeddings, and one layer used twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +67,7 @@ def words(count: int) -> Tensor:
     return torch.randint(1, count, (6, 7))
 
 
-Case = tuple[Callable[[], nn.Module], Callable[[], Tensor], int]
+Case: TypeAlias = tuple[Callable[[], nn.Module], Callable[[], Tensor], int]
 
 CASES: dict[str, Case] = {
     "logistic": (lambda: models.LogisticRegression(192, 3), images, 3),
@@ -81,14 +82,32 @@ CASES: dict[str, Case] = {
 
 
 def build(name: str) -> tuple[nn.Module, Tensor, Tensor]:
-    """A model, a batch and its labels; the same each time."""
+    """Return a model, a batch and its labels, the same each time."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         make, batch, classes = CASES[name]
         return make(), batch(), torch.randint(classes, (6,))
 
 
-def gradients(model: nn.Module, x: Tensor, labels: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """The loss and the gradient of every parameter."""
+def two_linear(size: int = 64) -> nn.Sequential:
+    """Return two square linear layers with a ReLU between them; by default large enough that outputs are kept as codes."""
+    return nn.Sequential(nn.Linear(size, size), nn.ReLU(), nn.Linear(size, size))
+
+
+Gradients: TypeAlias = tuple[Tensor, list[Tensor]]
+
+
+def gradients(model: nn.Module, x: Tensor, labels: Tensor) -> Gradients:
+    """Return the loss and the gradient of every parameter."""
     loss = nn.functional.cross_entropy(model(x), labels)
     return loss.detach(), list(torch.autograd.grad(loss, list(model.parameters())))
+
+
+def same_gradients(a: Gradients, b: Gradients) -> bool:
+    """Return True if two losses and their gradients are equal, bit for bit."""
+    return torch.equal(a[0], b[0]) and all(torch.equal(x, y) for x, y in zip(a[1], b[1], strict=True))
+
+
+def is_on_grid(x: Tensor, format: str) -> bool:
+    """Return True if a format can represent every number of x."""
+    return bool(parse(format).is_representable(x.detach()).all())

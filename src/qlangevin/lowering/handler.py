@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, ClassVar, cast
 
 import torch
@@ -18,7 +17,7 @@ from .operator import lower_op
 from .patches import Patch
 from .saved_tensors import SavingForward
 
-__all__ = ["ExtraRepr", "Handler", "HandlerForward", "find_handlers"]
+__all__ = ["ExtraRepr", "Handler", "HandlerForward", "find_handler"]
 
 
 class Handler:
@@ -57,11 +56,11 @@ class Handler:
         return f"activations={self.activations or 'fp32'}, errors={self.errors or 'fp32'}"
 
     def install(self, module: nn.Module) -> None:
-        """Lower a module with this handler; `patches.remove_patches` and removal of the hook undo it."""
+        """Lower a module with this handler; `unlower` undoes it."""
         module.register_forward_hook(self)
-        ExtraRepr(module)
+        ExtraRepr(module).install()
         if self.replaces_forward and "forward" not in module.__dict__:
-            HandlerForward(module)
+            HandlerForward(module).install()
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
         if self.quantizes_in_forward and isinstance(_instance_forward(module), HandlerForward):
@@ -122,9 +121,12 @@ class Handler:
         return ours and not global_forward_hooks and next(iter(module._forward_hooks.values())) is self
 
 
-def find_handlers(module: nn.Module) -> Iterator[Handler]:
-    """Yield the handler of a module, if it is lowered."""
-    return (hook for hook in module._forward_hooks.values() if isinstance(hook, Handler))
+def find_handler(module: nn.Module) -> Handler | None:
+    """Return the handler of a module; None if it is not lowered."""
+    for hook in module._forward_hooks.values():
+        if isinstance(hook, Handler):
+            return hook
+    return None
 
 
 def _instance_forward(module: nn.Module) -> Any:
@@ -139,9 +141,10 @@ class HandlerForward(Patch):
     method = "forward"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        for handler in find_handlers(self.module):
-            return handler.forward(self.module, *args, **kwargs)
-        return self.call_replaced(*args, **kwargs)  # a forward that the user put over this one survived `unlower`
+        handler = find_handler(self.module)
+        if handler is None:  # unlowered, but the user had put a forward over this one, which still calls it
+            return self.call_replaced(*args, **kwargs)
+        return handler.forward(self.module, *args, **kwargs)
 
 
 class ExtraRepr(Patch):
@@ -150,4 +153,4 @@ class ExtraRepr(Patch):
     method = "extra_repr"
 
     def __call__(self) -> str:
-        return ", ".join(filter(None, [self.call_replaced(), *map(repr, find_handlers(self.module))]))
+        return ", ".join(filter(None, [self.call_replaced(), repr(find_handler(self.module))]))

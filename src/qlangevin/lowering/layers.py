@@ -22,7 +22,7 @@ from .._validate import check_choice
 from ..quantization.formats import FP32, Format, parse
 from ..quantization.operators import Rounding
 from ..quantization.random import Key
-from .handler import Handler, find_handlers
+from .handler import Handler, find_handler
 from .modules import handler_for
 from .patches import remove_patches
 from .saved_tensors import SavingForward
@@ -97,7 +97,7 @@ def lower(
         handler_for(module)(names[0], names[1], rounding, Key(seed, stream), _FIRST_STREAM + i).install(module)
     calibrate_refcounts()
     if save_codes and names[0] is not None and not isinstance(model.__dict__.get("forward"), SavingForward):
-        SavingForward(model, parse(names[0]))
+        SavingForward(model, parse(names[0])).install()
     return model
 
 
@@ -142,12 +142,14 @@ def set_replica(model: nn.Module, replica: int) -> None:
 
 
 def _named_handlers(model: nn.Module) -> Iterator[tuple[str, Handler]]:
-    return ((name, handler) for name, module in model.named_modules() for handler in find_handlers(module))
+    for name, module in model.named_modules():
+        if (handler := find_handler(module)) is not None:
+            yield name, handler
 
 
 def _check_can_be_lowered(chosen: dict[str, nn.Module]) -> None:
     for name, module in chosen.items():
         if isinstance(module, torch.jit.ScriptModule):
             raise TypeError(f"{name!r} is a scripted module, whose output no hook can change; lower before scripting")
-        if any(find_handlers(module)):
+        if find_handler(module) is not None:
             raise ValueError(f"{name!r} is lowered already; unlower(model) first")

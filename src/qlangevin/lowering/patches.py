@@ -16,8 +16,12 @@ class Patch:
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self.replaced = module.__dict__.get(self.method)  # None: the method of the class
-        module.__dict__[self.method] = self
+        self.replaced: Any = None  # the method that the instance had; None: that of its class
+
+    def install(self) -> None:
+        """Replace the method; `remove_patches` undoes it."""
+        self.replaced = self.module.__dict__.get(self.method)
+        self.module.__dict__[self.method] = self
 
     def call_replaced(self, *args: Any, **kwargs: Any) -> Any:
         """Call the method that stood here before."""

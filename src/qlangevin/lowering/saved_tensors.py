@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Hashable
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -64,32 +64,24 @@ class SavedAsCodes(torch.autograd.graph.saved_tensors_hooks):
     ``saved_producers`` are the layers whose outputs were saved before; those found in this forward are added.
     """
 
-    _thread = threading.local()
-
     def __init__(self, format: Format, saved_producers: set[Hashable]) -> None:
         self.format, self._saved_producers = format, saved_producers
         self._codes: dict[tuple[Any, ...], SavedCodes] = {}
         self._producers: dict[StorageWeakRef, Hashable] = {}
         super().__init__(self.pack, self.unpack)
 
-    @classmethod
-    def _stack(cls) -> list[SavedAsCodes]:
-        if not hasattr(cls._thread, "stack"):
-            cls._thread.stack = []
-        return cast("list[SavedAsCodes]", cls._thread.stack)
-
-    @classmethod
-    def innermost(cls) -> SavedAsCodes | None:
+    @staticmethod
+    def innermost() -> SavedAsCodes | None:
         """Return the context that this thread entered last."""
-        stack = cls._stack()
-        return stack[-1] if stack else None
+        entered = _thread.entered
+        return entered[-1] if entered else None
 
     def __enter__(self) -> None:
         super().__enter__()
-        self._stack().append(self)
+        _thread.entered.append(self)
 
     def __exit__(self, *error: object) -> None:
-        self._stack().remove(self)
+        _thread.entered.remove(self)
         self._codes.clear()
         self._producers.clear()
         super().__exit__(*error)
@@ -148,6 +140,16 @@ class SavedAsCodes(torch.autograd.graph.saved_tensors_hooks):
     def set_codes(self, x: Tensor, codes: SavedCodes) -> None:
         """Keep these codes if an operation saves x as it is now."""
         self._codes[_identify(x)] = codes
+
+
+class _Thread(threading.local):
+    """The contexts that a thread has entered, innermost last."""
+
+    def __init__(self) -> None:
+        self.entered: list[SavedAsCodes] = []
+
+
+_thread = _Thread()
 
 
 def _identify(t: Tensor) -> tuple[Any, ...]:
