@@ -1,6 +1,6 @@
-"""``python -m benchmarks.fuzz``: a store of samples with one file damaged or forged, many thousand times, each read again.
+"""``python -m benchmarks.fuzz``: damages or forges one file of a store of samples, many thousand times, and reads the store.
 
-Damage leaves checksums as they are; a forgery comes with new ones, as a hostile author would write them. What may happen:
+Damage leaves checksums as they are; a forgery comes with new ones, as an attacker would write them. Allowed outcomes:
 
 refused       a DamagedError or an OSError that says what is wrong; samples that can still be read are as they were written
 identical     all samples are as they were written
@@ -69,7 +69,7 @@ def same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> bool:
 
 
 def well_formed(found: dict[str, Tensor], store: ql.SampleStore) -> bool:
-    """Whether tensors are what the manifest declares. A buffer may hold anything."""
+    """Return True if tensors are what the manifest declares. A buffer may hold anything."""
     for name, info in store.manifest.tensors.items():
         t = found[name]
         if t.shape != info.shape or str(t.dtype) != f"torch.{info.dtype}":
@@ -80,7 +80,7 @@ def well_formed(found: dict[str, Tensor], store: ql.SampleStore) -> bool:
 
 
 def outcome(folder: Path, wanted: list[dict[str, Tensor]], forged: bool) -> str:
-    """What comes of reading everything, what is damaged twice, and of verifying it; raises what is not allowed."""
+    """Read everything, damaged samples twice, and verify it; return the outcome, or raise what is not allowed."""
     worst = [IDENTICAL]
 
     def attempt(action: Callable[..., Any], *args: Any) -> Any:
@@ -99,14 +99,14 @@ def outcome(folder: Path, wanted: list[dict[str, Tensor]], forged: bool) -> str:
         if found is None:
             assert attempt(lambda i: store[i].decode(), i) is None, f"sample {i} is damaged, but not when read again"
         elif not (i < len(wanted) and same(found, wanted[i])):
-            assert forged, f"sample {i} is another, and nobody says so"
-            assert well_formed(found, store), f"sample {i} is not what the manifest declares, and nobody says so"
+            assert forged, f"sample {i} is another, and no error was raised"
+            assert well_formed(found, store), f"sample {i} is not what the manifest declares, and no error was raised"
             worst.append(WELL_FORMED)
     damaged = REFUSED in worst
     attempt(store.verify)
-    assert not damaged or worst[-1] == REFUSED, "samples are damaged, and verify does not say so"
+    assert not damaged or worst[-1] == REFUSED, "samples are damaged, and verify raised no error"
     if len(store) != len(wanted):
-        assert forged, "samples are gone, and nobody says so"
+        assert forged, "samples are gone, and no error was raised"
         worst.append(WELL_FORMED)
     return next(o for o in (REFUSED, WELL_FORMED, IDENTICAL) if o in worst)
 
@@ -116,7 +116,7 @@ def kind_of(number: int, seed: int) -> str:
 
 
 def mutate(number: int, seed: int, pristine: Path, wanted: list[dict[str, Tensor]]) -> Result:
-    """Mutation number so and so of a copy of the store."""
+    """Apply the mutation of this number to a copy of the store, and read it."""
     kind, rng, folder = kind_of(number, seed), Random(f"{seed} {number}"), pristine.parent / "copy"
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(pristine, folder)
@@ -131,7 +131,7 @@ def mutate(number: int, seed: int, pristine: Path, wanted: list[dict[str, Tensor
 
 
 def in_process(numbers: range, seed: int, pristine: Path, wanted: list[dict[str, Tensor]]) -> list[Result]:
-    """Mutations in a process of their own, up to the one that it dies of."""
+    """Try mutations in a process of their own, up to one that kills it."""
     read, write = os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter(
@@ -143,10 +143,10 @@ def in_process(numbers: range, seed: int, pristine: Path, wanted: list[dict[str,
             torch.set_num_threads(1)
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
             for number in numbers:
-                signal.alarm(SECONDS)  # whose default is to end the process, wherever it hangs
+                signal.alarm(SECONDS)  # ends the process, wherever it hangs
                 os.write(write, (json.dumps(mutate(number, seed, pristine, wanted)) + "\n").encode())
         except BaseException:
-            traceback.print_exc()  # a mistake of ours
+            traceback.print_exc()  # a bug of this program
         finally:
             os._exit(0)
     os.close(write)
@@ -161,7 +161,7 @@ def in_process(numbers: range, seed: int, pristine: Path, wanted: list[dict[str,
 
 
 def fuzz(count: int, seed: int = 0, first: int = 0) -> list[Result]:
-    """What came of each of so many mutations."""
+    """Return the outcomes of so many mutations."""
     results: list[Result] = []
     with tempfile.TemporaryDirectory() as folder:
         pristine = Path(folder) / "store"
@@ -187,11 +187,11 @@ class Options:
     """Damage and forge files of a store of samples, and read it."""
 
     count: int = 10_000
-    """How many mutations."""
+    """Number of mutations."""
     seed: int = 0
-    """Of all of them; each also depends on its number only."""
+    """Seed; a mutation depends on it and on its own number only."""
     first: int = 0
-    """The number of the first."""
+    """Number of the first mutation."""
 
 
 def main(options: Options) -> int:

@@ -1,7 +1,7 @@
 """``python -m benchmarks.kills``: kills runs with SIGKILL, resumes them, compares their stores with those of runs never killed.
 
-Half of the kills come from outside, at a random moment. The others a worker deals itself around a call with which
-`qlangevin.storage.files` changes the disk, or with half of a part written. Exit code 1 if any store differs by a byte or a file.
+The parent kills half of the runs, at a random moment. The others kill themselves around a call with which
+`qlangevin.storage.files` changes the disk, or with half of a chunk written. Exit code 1 if any store differs by a byte or a file.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from torch.utils.data import TensorDataset
 import qlangevin as ql
 from qlangevin.storage import files
 
-Waiting: TypeAlias = Generator[None, None, Any]  # yields while there is nothing to do, so that several can take turns
+Waiting: TypeAlias = Generator[None, None, Any]  # yields while it waits, so that several can take turns
 Made = tuple[nn.Module, ql.SGLD, Any, ql.Loader]
 
 PHASES = ("start", "step", "append", "checkpoint")
@@ -48,11 +48,11 @@ class Options:
     """Kill runs, resume them, compare."""
 
     runs: int = 100
-    """How many, of the set-ups in turn; each is killed one to four times."""
+    """Number of runs, of the set-ups in turn; each is killed one to four times."""
     seed: int = 0
-    """Of what is killed when."""
+    """Seed of the moments of the kills."""
     steps: int = 300
-    """How long a run is."""
+    """Steps of a run."""
 
 
 def unpacked(steps: int) -> Made:
@@ -85,7 +85,7 @@ SETUPS: dict[str, Callable[[int], Made]] = {"unpacked": unpacked, "packed": pack
 
 
 def train(setup: str, folder: Path, steps: int, enter: Callable[[str], Any]) -> None:
-    """A run from its start or its checkpoint to its end; ``enter`` is told each phase."""
+    """Train a run from its start or its checkpoint to its end; ``enter`` is called with each phase."""
     enter("start")
     torch.manual_seed(0)
     model, sampler, schedule, loader = SETUPS[setup](steps)
@@ -134,7 +134,7 @@ class Calls:
 
 
 def worker(setup: str, folder: Path, steps: int, fatal: tuple[str, int] | None) -> None:
-    """What a process does. Beside the folder it leaves in which phase it is, and in the end what it counted."""
+    """Train in a process of its own; beside the folder, keep the current phase, and at the end the counts of calls."""
     torch.set_num_threads(1)
     calls = Calls(fatal, dict.fromkeys(CALLS, 0))
     writing, unlinking = calls.patches()
@@ -150,16 +150,16 @@ class Result(NamedTuple):
 
 
 def content(folder: Path) -> dict[str, bytes]:
-    """The files of a store; not the checkpoint, which counts what belongs to a process, such as versions of tensors."""
+    """Return the files of a store, without the checkpoint, which holds versions of tensors that belong to a process."""
     found = [p for p in folder.rglob("*") if p.is_file() and p.name not in ("checkpoint.safetensors", ".lock")]
     return {str(p.relative_to(folder)): p.read_bytes() for p in found}
 
 
 def attempt(setup: str, folder: Path, steps: int, end: float | tuple[str, int] | None) -> Waiting:
-    """Run a worker to its end, so many seconds, or a fatal call; returns the exit code and the last phase."""
+    """Run a worker to its end, for so many seconds, or to a fatal call; return the exit code and the last phase."""
     marker = folder.with_suffix(".phase")
     marker.write_bytes(b"\0")
-    context = multiprocessing.get_context("forkserver")  # which has imported everything, and done nothing yet
+    context = multiprocessing.get_context("forkserver")  # a server that has imported everything, and done nothing yet
     context.set_forkserver_preload(["torch._dynamo", "torch.utils.data", "tyro", "rich.table", "qlangevin"])
     args = (setup, folder, steps, end if isinstance(end, tuple) else None)
     (process := context.Process(target=worker, args=args, daemon=True)).start()
@@ -173,15 +173,15 @@ def attempt(setup: str, folder: Path, steps: int, end: float | tuple[str, int] |
     return process.exitcode, ("start", *PHASES)[marker.read_bytes()[0]]
 
 
-def reference(setup: str, folder: Path, steps: int) -> Waiting:
-    """A run that is not killed: its store, its calls, its seconds."""
+def run_reference(setup: str, folder: Path, steps: int) -> Waiting:
+    """Return store, calls and seconds of a run that is not killed."""
     begin = time.perf_counter()
     yield from attempt(setup, folder, steps, None)
     return content(folder), json.loads(folder.with_suffix(".calls").read_text()), time.perf_counter() - begin
 
 
-def disturbed(setup: str, folder: Path, steps: int, like: Any, rng: random.Random) -> Waiting:
-    """Kill a run one to four times, let it end, compare."""
+def kill_and_compare(setup: str, folder: Path, steps: int, like: Any, rng: random.Random) -> Waiting:
+    """Kill a run one to four times, let it finish, compare."""
     wanted, counts, seconds = like
     times, died = rng.choice((1, 1, 2, 3, 4)), list[str]()
     while True:
@@ -197,15 +197,15 @@ def disturbed(setup: str, folder: Path, steps: int, like: Any, rng: random.Rando
             return Result(setup, tuple(died), f"exit code {code}")
         elif died:
             break
-        else:  # it was done before its moment came
+        else:  # it finished before it could be killed
             shutil.rmtree(folder)
     found = content(folder)
     odd = sorted(name for name in found | wanted if found.get(name) != wanted.get(name))
     return Result(setup, tuple(died), f"differs in {', '.join(odd[:3])}" if odd else "")
 
 
-def together(tasks: Sequence[Waiting]) -> list[Any]:
-    """The results of tasks, two of which take turns."""
+def run_in_turns(tasks: Sequence[Waiting]) -> list[Any]:
+    """Return the results of tasks, of which two at a time take turns."""
     waiting, results = list(enumerate(tasks)), dict[int, Any]()
     while waiting:
         for i, task in waiting[:2]:
@@ -219,11 +219,13 @@ def together(tasks: Sequence[Waiting]) -> list[Any]:
 
 
 def kill_runs(options: Options, folder: Path) -> list[Result]:
-    """All runs; their stores are below a folder."""
+    """Kill and compare all runs; their stores are below a folder."""
     steps, setups = options.steps, list(SETUPS)
-    like = dict(zip(setups, together([reference(setup, folder / setup, steps) for setup in setups]), strict=True))
+    like = dict(
+        zip(setups, run_in_turns([run_reference(setup, folder / setup, steps) for setup in setups]), strict=True)
+    )
     chosen = [(f"run{i}", setups[i % len(setups)], random.Random(f"{options.seed}.{i}")) for i in range(options.runs)]
-    return together([disturbed(setup, folder / run, steps, like[setup], rng) for run, setup, rng in chosen])
+    return run_in_turns([kill_and_compare(setup, folder / run, steps, like[setup], rng) for run, setup, rng in chosen])
 
 
 def main(options: Options) -> int:

@@ -1,4 +1,4 @@
-"""What `fuzz` does to a store of samples: damage, which leaves checksums as they are, and forgeries, which come with new ones."""
+"""The mutations of `fuzz`: damage, which leaves the checksums of a store as they are, and forgeries, which come with new ones."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ Content: TypeAlias = dict[str, Any]
 
 
 def build(folder: Path, count: int = 3) -> list[dict[str, Tensor]]:
-    """A store with something of everything, and its samples, decoded."""
+    """Create a store with tensors of every kind; return its samples, decoded."""
     rng = torch.Generator().manual_seed(0)
     layers: dict[str, nn.Module] = {name: nn.Linear(5, 3) for name in [*FORMATS, "plain", "still", "ice"]}
     model = nn.Sequential(OrderedDict(layers | {"norm": nn.BatchNorm1d(3)}))
@@ -105,7 +105,7 @@ def targets(folder: Path) -> list[Path]:
 
 
 def bytewise(change: Callable[[bytearray, Random], bytes | bytearray]) -> Mutation:
-    """A mutation of the bytes of any one file."""
+    """Return a mutation of the bytes of any one file."""
 
     def mutate(folder: Path, rng: Random) -> None:
         path = rng.choice(targets(folder))
@@ -141,7 +141,7 @@ def swap(folder: Path, rng: Random) -> None:
 
 
 def no_file(folder: Path, rng: Random) -> None:
-    """Something else in a file's place, or nothing."""
+    """Remove a file, or replace it by something that is no ordinary file."""
     path = rng.choice(targets(folder))
     path.unlink()
     links = {"loop": path, "dangling": folder / "none", "zeros": Path("/dev/zero"), "folder": folder}
@@ -160,22 +160,22 @@ def no_file(folder: Path, rng: Random) -> None:
 
 
 def seal(folder: Path, content: Content, raw: tuple[str, str] = ("", "")) -> None:
-    """Write a manifest with its checksum; ``raw`` stands in the file and in what is hashed where content has '@@'."""
+    """Write a manifest with its checksum; for '@@' in the content, ``raw`` is put into the file and into what is hashed."""
     content.pop("sha256", None)
     compact = json.dumps(content, sort_keys=True, separators=(",", ":")).replace('"@@"', raw[1])
     whole = json.dumps(content | {"sha256": hashlib.sha256(compact.encode()).hexdigest()}).replace('"@@"', raw[0])
     (folder / "manifest.json").write_text(whole)
 
 
-def places(value: Any) -> Iterator[tuple[Any, Any]]:
-    """Every value in a JSON tree, as a container and a key."""
+def walk_json(value: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield every value in a JSON tree, as a container and a key."""
     for key in list(value) if isinstance(value, dict) else range(len(value) if isinstance(value, list) else 0):
         yield value, key
-        yield from places(value[key])
+        yield from walk_json(value[key])
 
 
 def manifestwise(change: Callable[[Content, Random], Any]) -> Mutation:
-    """A mutation of what the manifest says."""
+    """Return a mutation of the content of the manifest."""
 
     def mutate(folder: Path, rng: Random) -> None:
         content = json.loads((folder / "manifest.json").read_text())
@@ -188,7 +188,7 @@ def manifestwise(change: Callable[[Content, Random], Any]) -> Mutation:
 
 def junk(content: Content, rng: Random) -> None:
     for _ in range(rng.choice([1, 1, 2, 5])):
-        found = list(places(content))
+        found = list(walk_json(content))
         container, key = rng.choice(found) if found else (content, "x")
         how = rng.choice(["replace", "replace", "delete", "add", "copy"])
         if how == "replace":
@@ -202,7 +202,7 @@ def junk(content: Content, rng: Random) -> None:
 
 
 def field(name: str, values: list[Any]) -> Mutation:
-    """Another value for a field of one of the tensors."""
+    """Return a mutation of a field of one of the tensors in the manifest."""
     return manifestwise(
         lambda content, rng: rng.choice(list(content["tensors"].values())).update({name: rng.choice(values)})
     )
@@ -225,7 +225,7 @@ def rerecord(content: Content, rng: Random) -> None:
 
 
 def odd_json(folder: Path, rng: Random) -> None:
-    """What a parser may stumble over: depth, keys that stand there twice, infinities, digits without end."""
+    """Write JSON that is hard to parse: deep nesting, a key twice, infinities, very many digits."""
     content, deep = json.loads((folder / "manifest.json").read_text()), rng.choice([50, 300, 900, 1100, 200_000])
     nested = rng.choice(["[" * deep + "]" * deep, '{"a":' * deep + "1" + "}" * deep])
     digits = "9" * rng.choice([4000, 5000, 1_000_000])
@@ -243,7 +243,7 @@ def odd_json(folder: Path, rng: Random) -> None:
 
 
 def tensorwise(change: Callable[[Content, bytearray, Random], Any]) -> Mutation:
-    """A mutation of a safetensors file, whose size and checksum are then put into the manifest."""
+    """Return a mutation of a safetensors file; its new size and checksum are put into the manifest."""
 
     def mutate(folder: Path, rng: Random) -> None:
         path = rng.choice(targets(folder)[1:])
@@ -265,7 +265,7 @@ def record(folder: Path, path: Path, whole: bytes, size: int | None = None) -> N
 
 
 def lie(header: Content, data: bytearray, rng: Random) -> None:
-    """Of one tensor: other offsets, dtype, shape or name, or none of it."""
+    """Change offsets, dtype, shape or name of one tensor in the header, or remove it."""
     name = rng.choice(list(header))
     about, (start, end) = header[name], header[name]["data_offsets"]
     what = rng.choice(["offsets", "offsets", "dtype", "shape", "missing", "rename", "more", "junk"])
@@ -294,7 +294,7 @@ def odd_header(header: Content, data: bytearray, rng: Random) -> bytes:
 
 
 def numbers(header: Content, data: bytearray, rng: Random) -> None:
-    """Other bits for the numbers: codes and exponents out of range, infinities and NaNs."""
+    """Change numbers: codes and exponents out of range, infinities and NaNs."""
     for name in rng.sample(list(header), rng.choice([1, 1, 3, len(header)])):
         start, end = header[name]["data_offsets"]
         size = end - start
@@ -304,7 +304,7 @@ def numbers(header: Content, data: bytearray, rng: Random) -> None:
 
 
 def sparse(folder: Path, rng: Random) -> None:
-    """A file said to be larger than anybody wants to read, as it is."""
+    """Extend a file by a hole to a size that takes many minutes to read, and record that size."""
     path, size = rng.choice(targets(folder)[1:]), 1 << rng.choice([36, 40])
     record(folder, path, path.read_bytes(), size)
     os.truncate(path, size)

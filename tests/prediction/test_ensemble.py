@@ -90,7 +90,7 @@ def test_weights_of_a_parametrization(fill: Fill) -> None:
 
 
 class WeightDependent(nn.Linear):
-    """What it does depends on the value of a weight."""
+    """A layer whose control flow depends on the value of a weight."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x if float(self.bias[0].detach()) > 0 else -x)
@@ -173,7 +173,7 @@ class SometimesHistogram(WithHistogram):
 
 @pytest.mark.parametrize("layer", [SometimesDependent, SometimesHistogram])
 def test_other_inputs_may_take_another_way_through_the_model(layer: Any, fill: Fill) -> None:
-    """That the first batch could be run at once does not say that the next can."""
+    """A later batch may not be vectorizable although the first was."""
     model, x = layer(4, 3), torch.linspace(-1, 1, 20).reshape(5, 4)
     store = fill(model)
     posterior = open_posterior(store, model)

@@ -176,7 +176,7 @@ def test_options_that_are_refused(store: ql.SampleStore, options: Any, message: 
 
 
 class Outputs(nn.Linear):
-    """Gives what it is told to."""
+    """A layer with configured outputs."""
 
     def __init__(self, kind: str) -> None:
         super().__init__(4, 2)

@@ -107,7 +107,7 @@ def test_a_bar_is_shown_on_a_terminal_only(
     shown = capsys.readouterr()
     assert "averaging 6 samples" in shown.err
     assert shown.out == ""
-    list(posterior.predict_loader(x for x in [X] * 3))  # nobody knows how long
+    list(posterior.predict_loader(x for x in [X] * 3))  # of unknown length
     assert "averaging 6 samples" in capsys.readouterr().err
     list(posterior.predict_loader([X] * 3, progress=False))
     assert capsys.readouterr() == ("", "")

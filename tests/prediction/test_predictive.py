@@ -20,7 +20,7 @@ CASES = [(link, shape) for link in LINKS for shape in SHAPES[link]]
 
 
 def outputs(link: Link, shape: tuple[int, ...], samples: int = 7, seed: int = 0) -> Tensor:
-    """What a network might give, in float64, with some examples it is sure of."""
+    """Return outputs of a network in float64, some of them very confident."""
     y = torch.randn(samples, *shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
     return y * torch.linspace(0.1, 30, shape[0], dtype=torch.float64).reshape(-1, *[1] * (len(shape) - 1))
 

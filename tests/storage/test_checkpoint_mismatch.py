@@ -79,7 +79,7 @@ def test_what_does_not_fit_is_refused_and_nothing_is_changed(misfit: str, tmp_pa
     with pytest.raises(ValueError, match=message):
         other.load(tmp_path)
     assert other.state() == before
-    other.train(STEPS)  # and it goes on
+    other.train(STEPS)  # it can still be trained
 
 
 def test_the_state_of_another_optimizer_is_refused(tmp_path: Path) -> None:

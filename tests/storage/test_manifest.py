@@ -1,4 +1,4 @@
-"""What a manifest says is checked before it is used, though its checksum fits: anybody may have written it."""
+"""Manifests are checked entry by entry, also if their checksum fits."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def written() -> dict[str, Any]:
 
 
 def forged(change: Callable[[dict[str, Any]], Any]) -> bytes:
-    """A manifest changed by somebody who knows how to make the checksum fit."""
+    """Change a manifest, and make its checksum fit."""
     content = written()
     del content["sha256"]
     change(content)

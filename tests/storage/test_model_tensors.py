@@ -1,4 +1,4 @@
-"""What goes into a sample comes out of it, bit for bit, for every format and every kind of tensor."""
+"""Samples hold every kind of tensor in every format, bit for bit."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
 
 
 def stored(path: Path, model: nn.Module, sampler: Any = None) -> dict[str, Tensor]:
-    """A sample of the model, read by somebody else."""
+    """Store a sample of the model, and return it as a new reader sees it."""
     with SampleStore.create(path, model, sampler) as store:
         store.append(model)
     return dict(SampleStore.open(path)[0].items())

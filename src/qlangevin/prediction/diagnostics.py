@@ -22,7 +22,8 @@ from torch import Tensor
 
 from .._validate import check_choice
 from ..storage.model_tensors import to_plain
-from . import metrics
+from . import probabilities
+from .probabilities import check_probabilities
 
 __all__ = ["Summary", "log_likelihood", "predictions", "summarize", "to_arviz", "weights"]
 
@@ -205,8 +206,8 @@ def log_likelihood(posterior: Sampled, x: Any, labels: Tensor, *, noise: float |
     f, y = predictions(posterior, x).cpu(), labels.cpu()
     if noise is None:
         for sample in f.flatten(0, 1):
-            metrics.check(sample, y)
-        each = torch.stack([metrics.log_likelihood(sample, y) for sample in f.flatten(0, 1)])
+            check_probabilities(sample, y)
+        each = torch.stack([probabilities.log_likelihood(sample, y) for sample in f.flatten(0, 1)])
     elif f.shape[2:] == y.shape:
         each = -(y.double() - f.double()).square() / (2 * noise) - math.log(2 * math.pi * noise) / 2
     else:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from .._validate import check_integer
-from . import metrics
+from .probabilities import Reliability, check_probabilities, log_likelihood, widen
 
 __all__ = ["Scores"]
 
@@ -40,7 +40,7 @@ class Scores(Metric):
         self.add_state("sums", torch.zeros(2, dtype=torch.float64), dist_reduce_fx="sum")
 
     def update(self, probabilities: Tensor, labels: Tensor) -> None:
-        metrics.check(probabilities, labels)
+        check_probabilities(probabilities, labels)
         if probabilities.device.type != "mps":
             if self.update_count <= 1:
                 self.to(probabilities.device)
@@ -50,7 +50,7 @@ class Scores(Metric):
         # Edges are rounded to the dtype of the probabilities, so that float32 0.3 is on the edge 0.3, in the bin (0.2, 0.3].
         inner = _bin_edges(self.bins)[1:-1].to(probabilities.dtype).to(probabilities.device)
         table = rows.new_zeros(self.bins, 3).index_add(0, torch.bucketize(confidence, inner), rows)
-        sums = torch.stack((-metrics.log_likelihood(probabilities, labels).sum(), squares.sum()))
+        sums = torch.stack((-log_likelihood(probabilities, labels).sum(), squares.sum()))
         self.table = self.table + table.to(self.table.device, self.table.dtype)
         self.sums = self.sums + sums.to(self.sums.device, self.sums.dtype)
 
@@ -61,31 +61,29 @@ class Scores(Metric):
         wrong = count - int(self.table[:, 1].sum())
         return {"error": wrong / count, "nll": nll, "brier": brier, "ece": bins.ece, "count": count}
 
-    def reliability(self) -> metrics.Reliability:
+    def reliability(self) -> Reliability:
         """Return the bins behind the calibration error."""
         with self.sync_context(dist_sync_fn=self.dist_sync_fn, should_sync=self.sync_on_compute):
             return self._summarize_bins()
 
-    def _summarize_bins(self) -> metrics.Reliability:
+    def _summarize_bins(self) -> Reliability:
         count, right, confidence = self.table.unbind(1)
         if not bool(count.any()):
             raise ValueError("there is nothing to evaluate: no batch had an example")
         some = count.clamp_min(1)
-        return metrics.Reliability(
-            _bin_edges(self.bins).to(count.device), confidence / some, right / some, count.long()
-        )
+        return Reliability(_bin_edges(self.bins).to(count.device), confidence / some, right / some, count.long())
 
 
 def _score_decisions(p: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return (confidence, row of `Scores.table`, squared error) of each decision."""
-    y, wide = labels.long(), metrics.widen(p)
+    y, wide = labels.long(), widen(p)
     if p.shape == y.shape:
         yes = p > 0.5
         confidence, right = torch.where(yes, p, 1 - p), yes == y
         sure, squares = torch.where(yes, wide, 1 - wide), (wide - y).square()
     else:
         confidence, chosen = p.max(1)
-        sure, right, truth = metrics.widen(confidence), chosen == y, y.unsqueeze(1)
+        sure, right, truth = widen(confidence), chosen == y, y.unsqueeze(1)
         squares = wide.scatter(1, truth, wide.gather(1, truth) - 1).square().sum(1)
     rows = torch.stack([x.to(wide.dtype).flatten() for x in (torch.ones_like(right), right, sure)], 1)
     return confidence.flatten(), rows, squares

@@ -91,7 +91,12 @@ def sha256(*chunks: Bytes) -> str:
 
 
 def _start_hashing(chunks: Sequence[Bytes]) -> Callable[[], str]:
-    """Begin to compute a SHA-256, that of a large file in another thread; return a function that waits for it."""
+    """Begin to compute a SHA-256, that of a large file in another thread; return a function that waits for it.
+
+    One thread hashes 1.8 GB/s with the SHA instructions of a CPU. Of the 9.8 ms that an append of 11 MB (ResNet-18 in bfp8)
+    takes, waiting for the hash is 2.6; a hash of hashes of pieces, computed in parallel, would save 1.7, and `sha256sum`
+    could not check the file.
+    """
     if sum(map(len, chunks)) >= RUN:
         with suppress(RuntimeError):  # an interpreter that is shutting down starts no threads
             return _hashing_threads(os.getpid()).submit(sha256, *chunks).result

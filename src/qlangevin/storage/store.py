@@ -76,7 +76,7 @@ class SampleStore(Samples):
             exists = (path / MANIFEST).exists()
             if exists and not resume:
                 raise FileExistsError(
-                    f"{path} holds a store already; create(..., resume=True) goes on with it, open(..., write=True) adds to it"
+                    f"{path} holds a store already; create(..., resume=True) continues it, open(..., write=True) adds to it"
                 )
             if not exists and any((path / FOLDER).glob("*.safetensors")):
                 raise FileExistsError(
