@@ -157,7 +157,7 @@ def until(condition: Callable[[], object], seconds: float = 60) -> None:
 
 
 @pytest.mark.slow
-def test_ctrl_c_ends_a_sweep_which_then_goes_on(
+def test_ctrl_c_ends_a_sweep_which_then_resumes(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config, folder = replace(SMALL, method="sgldfp", format=None, epochs=150), tmp_path / "sgldfp-fp32-seed0"
