@@ -2,10 +2,10 @@
 
     python examples/digits.py [--folder results/digits] [--seed 0]
 
-The 8x8 digits of scikit-learn, 300 to train on, 300 to choose settings by, 1197 to test with. Everything the sampler does is
-in 8 bits (VC SGLDLP-L on weights, gradients, activations and errors in block floating point), and so are the samples it
-stores. SGD is in full precision. Both have six settings to choose from, by the likelihood they give the validation set. Kill
-it whenever you like, and start it again: it goes on where it was. It takes a minute or two.
+The 8x8 digits of scikit-learn: 300 for training, 300 for validation, 1197 for testing. The sampler works in 8 bits (VC SGLDLP-L
+with weights, gradients, activations and errors in block floating point), and stores its samples in 8 bits. SGD is in full
+precision. Of six settings each, the one with the highest likelihood on the validation set is taken. An interrupted run is resumed
+when the program is started again. It takes a minute or two.
 """
 
 from __future__ import annotations
@@ -32,12 +32,14 @@ Predict: TypeAlias = Callable[[Tensor], Tensor]
 
 
 class Split(NamedTuple):
+    """Images and labels."""
+
     x: Tensor
     y: Tensor
 
 
 def digits(seed: int = 0) -> tuple[Split, Split, Split]:
-    """Training, validation and test set."""
+    """Return training, validation and test set."""
     images, labels = load_digits(return_X_y=True)
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
     x, y = torch.tensor(images, dtype=torch.float32)[order] / 16, torch.tensor(labels)[order]
@@ -46,12 +48,13 @@ def digits(seed: int = 0) -> tuple[Split, Split, Split]:
 
 
 def network(seed: int) -> nn.Module:
+    """Build a network of one hidden layer."""
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(64, 100), nn.ReLU(), nn.Linear(100, 10))
 
 
 def sgd(train: Split, lr: float, weight_decay: float, epochs: int, seed: int) -> Predict:
-    """A network in full precision, trained with momentum and a learning rate that goes down to nothing."""
+    """Train a network in full precision, with momentum and a learning rate that falls to zero; return its predictions."""
     model, loader = network(seed), ql.Loader(TensorDataset(*train), BATCH, seed=seed)
     optimizer = torch.optim.SGD(model.parameters(), lr, momentum=0.9, weight_decay=weight_decay)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs * len(loader))
@@ -66,7 +69,7 @@ def sgd(train: Split, lr: float, weight_decay: float, epochs: int, seed: int) ->
 def sgld(
     train: Split, run: Path, prior: float, temperature: float, epochs: int, samples: int, seed: int
 ) -> ql.Posterior:
-    """Samples in 8 bits, in a folder; a run that was interrupted is continued."""
+    """Sample in 8 bits, into a folder; an interrupted run is resumed."""
     model, n = network(seed), len(train.y)
     ql.lower(model, activations=FORMAT, errors=FORMAT)
     ql.pack(model, weights=FORMAT)
@@ -82,8 +85,8 @@ def sgld(
     )
     schedule = ql.CyclicalLR(sampler, epochs * len(loader), cycles=8, samples_per_cycle=samples // 8, exploration=0.5)
     with ql.SampleStore.create(run, model, sampler, schedule, resume=True) as store:
-        whole = (run, model, sampler, schedule, loader, store)
-        ql.load_checkpoint(*whole, missing_ok=True)
+        state = (run, model, sampler, schedule, loader, store)
+        ql.load_checkpoint(*state, missing_ok=True)
         for x, y in loader.until(schedule.total_steps):
             sampler.zero_grad()
             nn.functional.cross_entropy(model(x), y).backward()
@@ -92,18 +95,19 @@ def sgld(
             if schedule.collect:
                 store.append(model)
             if loader.steps % 300 == 0:
-                ql.save_checkpoint(*whole)
+                ql.save_checkpoint(*state)
     return ql.Posterior.open(run, model)
 
 
 def best(candidates: list[Predict], data: Split) -> Predict:
-    """The one that gives the labels the largest likelihood."""
+    """Return the candidate under which the labels have the highest likelihood."""
     return min(candidates, key=lambda predict: ql.metrics.evaluate(predict(data.x), data.y)["nll"])
 
 
 def main(
     folder: Path = Path("results/digits"), epochs: int = 600, samples: int = 200, seed: int = 0
 ) -> dict[str, dict[str, float]]:
+    """Train, choose, test, and print a table of scores."""
     train, validation, test = digits(seed)
     networks = [sgd(train, *settings, epochs // 3, seed) for settings in SGD_SETTINGS]
     runs = {s: folder / f"seed{seed}-prior{s[0]:g}-temperature{s[1]:g}" for s in SGLD_SETTINGS}

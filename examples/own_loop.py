@@ -17,7 +17,7 @@ import qlangevin as ql
 
 
 def spirals(count: int, seed: int) -> TensorDataset:
-    """Points on two spirals, with some noise, and which spiral they are on."""
+    """Draw noisy points on two spirals; the label is the spiral."""
     generator = torch.Generator().manual_seed(seed)
     labels = torch.randint(2, (count,), generator=generator)
     radius = torch.rand(count, generator=generator).sqrt() * 3
@@ -27,6 +27,7 @@ def spirals(count: int, seed: int) -> TensorDataset:
 
 
 def main(epochs: int = 40) -> tuple[float, float]:
+    """Train, and return the test NLL of the last sample and of the average."""
     torch.manual_seed(0)
     train, test = spirals(2000, seed=1), spirals(2000, seed=2)
     loader = DataLoader(train, batch_size=50, shuffle=True)
@@ -44,7 +45,7 @@ def main(epochs: int = 40) -> tuple[float, float]:
             loss = nn.functional.cross_entropy(model(x), y)
             loss.backward()
             optimizer.step()
-        if epoch >= epochs // 2:  # from here on every epoch is a sample: average what they predict
+        if epoch >= epochs // 2:  # from here on every epoch is a sample: average the predictions
             last = predict(model, points)
             total, samples = total + last, samples + 1
 
@@ -57,6 +58,7 @@ def main(epochs: int = 40) -> tuple[float, float]:
 
 
 def predict(model: nn.Module, x: Tensor) -> Tensor:
+    """Return the probabilities of the classes."""
     with torch.no_grad():
         model.eval()
         probabilities: Tensor = model(x).softmax(1)
@@ -65,6 +67,7 @@ def predict(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def nll(probabilities: Tensor, labels: Tensor) -> float:
+    """Return the mean negative log-likelihood."""
     return float(nn.functional.nll_loss(probabilities.log(), labels))
 
 

@@ -1,4 +1,4 @@
-"""The examples run, and show what they say."""
+"""The examples run, and show what their texts say."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ def load(name: str) -> ModuleType:
     return module
 
 
+@pytest.mark.slow
 def test_a_loop_changed_by_two_lines() -> None:
     one, average = load("own_loop").main(epochs=12)
     assert average < one < 0.45  # chance is 0.69
@@ -28,6 +29,7 @@ def test_a_loop_changed_by_two_lines() -> None:
     assert len(changed) == 2
 
 
+@pytest.mark.slow
 def test_digits_are_averaged_and_a_second_start_finds_them_done(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

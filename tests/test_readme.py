@@ -1,4 +1,4 @@
-"""What the README and the pages under docs/ show, runs."""
+"""Run the code of the README and of the pages under docs/, and follow their links."""
 
 import re
 from pathlib import Path
@@ -11,7 +11,7 @@ PAGES = [README, *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def programs(page: Path) -> list[str]:
-    """The blocks of code on a page; one that is "continued" goes on with the block before it."""
+    """Return the blocks of code on a page; one that is "continued" is appended to the block before it."""
     found: list[str] = []
     for continued, code in re.findall(r"```python( continued)?\n(.*?)```", page.read_text("utf-8"), re.DOTALL):
         found.append(found.pop() + code if continued else code)

@@ -176,6 +176,7 @@ def test_an_interrupted_run_says_how_to_resume(
     ]
 
 
+@pytest.mark.slow
 def test_ctrl_c_at_any_moment_loses_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = [*TINY, "--epochs", "250", "--out", str(tmp_path / "run")]
     process = subprocess.Popen(

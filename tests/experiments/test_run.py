@@ -218,6 +218,7 @@ def test_an_interrupted_run_ends_as_if_it_had_not_been(
     assert kept(tmp_path / "run") == kept(tmp_path / "whole")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGINT])
 def test_a_killed_run_ends_as_if_it_had_not_been(
     end: signal.Signals, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -130,6 +130,7 @@ def test_data_that_are_not_there_are_missed_before_any_run(tmp_path: Path) -> No
 # ---- in processes; each takes seconds to begin
 
 
+@pytest.mark.slow
 def test_a_run_that_fails_does_not_stop_the_others(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     run.run_experiment(
         replace(SMALL, method="sgldfp", format=None, cycles=5, workers=1), tmp_path / "sgldfp-fp32-seed0"
@@ -155,7 +156,8 @@ def until(condition: Callable[[], object], seconds: float = 60) -> None:
         time.sleep(0.01)
 
 
-def test_ctrl_c_ends_a_sweep_which_then_goes_on(
+@pytest.mark.slow
+def test_ctrl_c_ends_a_sweep_which_then_resumes(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config, folder = replace(SMALL, method="sgldfp", format=None, epochs=150), tmp_path / "sgldfp-fp32-seed0"
@@ -185,6 +187,7 @@ def test_ctrl_c_ends_a_sweep_which_then_goes_on(
     assert (result["scores"], result["trace"]) == (expected["scores"], expected["trace"])
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_killed_is_reported(tmp_path: Path) -> None:
     configs = plan_runs(replace(SMALL, epochs=100_000), ("sgdfp", "sgldfp"), (), (0,))
 

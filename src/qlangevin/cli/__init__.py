@@ -1,1 +1,1 @@
-"""The command line ``qlangevin``: `main` parses and dispatches, `commands` defines the commands, `display` prints."""
+"""The command line ``qlangevin``: `main` parses and dispatches, `commands` defines the commands, `display` prints results."""

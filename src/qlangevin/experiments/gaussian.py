@@ -180,13 +180,16 @@ def run_gaussian(
         seconds = time.perf_counter() - before
         found[i] = _summarize(name, alpha, settings, samples, known, seconds), _shares(samples, points)
     if ranks.size > 1:
-        mine = {i: (asdict(row), shares.tolist()) for i, (row, shares) in found.items()}
-        told = {int(i): about for part in gather(mine, patient.group) for i, about in part.items()}
-        found = {
-            i: (GaussianRow(**row), torch.tensor(shares, dtype=torch.float64)) for i, (row, shares) in told.items()
-        }
+        found = _gather_rows(found, patient)
     rows, shares = zip(*(found[i] for i in range(len(cases))), strict=True)
     return GaussianResult(settings, points, rows, shares)
+
+
+def _gather_rows(mine: dict[int, tuple[GaussianRow, Tensor]], ranks: Ranks) -> dict[int, tuple[GaussianRow, Tensor]]:
+    """Return the numbered rows of all ranks, with the shares of each."""
+    sent = {i: (asdict(row), shares.tolist()) for i, (row, shares) in mine.items()}
+    received = {int(i): case for part in gather(sent, ranks.group) for i, case in part.items()}
+    return {i: (GaussianRow(**row), torch.tensor(s, dtype=torch.float64)) for i, (row, s) in received.items()}
 
 
 def _sample(

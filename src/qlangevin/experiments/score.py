@@ -123,8 +123,8 @@ def evaluate(
 ) -> dict[str, Any]:
     """Score the average over the samples of all these runs, which may differ only in their seed.
 
-    ``ood`` names a data set of another kind, to be told from the test set by the uncertainty of the average. ``progress``
-    receives the share of the work just done.
+    ``ood`` names a data set of another kind, to be distinguished from the test set by the uncertainty of the average.
+    ``progress`` receives the share of the work just done.
     """
     config = _common_config([read_config(folder) for folder in folders], folders)
     if limit_test is not None:

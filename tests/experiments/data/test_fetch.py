@@ -24,9 +24,14 @@ NAMES = (
 )
 
 
-class Quiet(SimpleHTTPRequestHandler):
+class QuietHandler(SimpleHTTPRequestHandler):
     def log_message(self, *arguments: Any) -> None:
         pass
+
+
+class QuietServer(ThreadingHTTPServer):
+    def handle_error(self, *arguments: Any) -> None:
+        """Print nothing: some tests hang up in the middle of a download."""
 
 
 @pytest.fixture
@@ -42,7 +47,7 @@ def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder with a small MNIST, and that of a server where it is expected."""
     folder = tmp_path / "served"
     mnist(folder)
-    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(folder))) as server:
+    with QuietServer(("127.0.0.1", 0), partial(QuietHandler, directory=str(folder))) as server:
         Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         expect(monkeypatch, folder, f"http://127.0.0.1:{server.server_port}")
         yield folder
@@ -192,7 +197,7 @@ def test_no_network(cache: Path, served: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_server_that_says_nothing(cache: Path, served: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fetch, "PATIENCE", 0.1)
+    monkeypatch.setattr(fetch, "TIMEOUT", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         expect(monkeypatch, served, f"http://127.0.0.1:{silent.getsockname()[1]}")
         with pytest.raises(ValueError, match=r"could not be downloaded \(timed out\)"):
