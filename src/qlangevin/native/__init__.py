@@ -22,6 +22,7 @@ from torch import Tensor
 from ..quantization import backend
 from ..quantization.formats import FP32, Format, KernelGrid
 from ..quantization.operators import Rounding
+from ..quantization.qtensor import QTensor
 from ..quantization.random import Key
 
 try:
@@ -200,7 +201,7 @@ def sgld(
 def _kernel_step(
     t: TensorStep, weights: Format | None, gradients: Format | None, accumulator: Format | None
 ) -> kernels.Step:
-    shape, packed = t.gradient.shape, cast(Any, t.theta if hasattr(t.theta, "codes") else None)
+    shape, packed = t.gradient.shape, t.theta if isinstance(t.theta, QTensor) else None
     theta, codes, exponents = (t.theta, None, None) if packed is None else (None, packed.unpacked(), packed.exponents)
     _require(torch.float32, shape, theta, t.accumulator, t.gradient)
     if codes is not None:
