@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import Any, NamedTuple, cast, get_args
+from typing import NamedTuple, cast, get_args
 
 import torch
 from torch import Tensor
