@@ -101,7 +101,7 @@ def packed(rank: int, folder: Path) -> Found:
     begun, seen = all_codes(model), list[Tensor]()
     model[0].register_forward_hook(lambda module, args, output: seen.append(module.weight), prepend=True)
     output = model(batch(0)[0]).detach()
-    with pytest.raises(RuntimeError, match="were let go of"):
+    with pytest.raises(RuntimeError, match="were freed"):
         cast(QTensor, seen[0]).decode()
     sampler = run_chain(model, rank)
     model(batch(0)[0])  # the model stays gathered after this
