@@ -128,9 +128,8 @@ class ConvolutionFunction(torch.autograd.Function):
         if e.requires_grad:  # autograd builds the graph of a second derivative
             mask = [wants_error, wants_weight, wants_bias]
             return (*convolution_backward(e, x, decoded(weight), ctx.bias_shape, *ctx.geometry, mask), None)
-        like_x = torch.empty_like(
-            x
-        )  # stands in for x where only its shape counts; unwritten, it takes no physical memory
+        # Stands in for x where only its shape counts; memory that is not written to takes no physical pages.
+        like_x = torch.empty_like(x)
         error = weight_grad = bias_grad = None
         if wants_weight or wants_bias:
             packed = isinstance(weight, QTensor)

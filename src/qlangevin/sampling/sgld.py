@@ -261,10 +261,7 @@ class SGLD(Optimizer):
                     f"the saved accumulator has shape {tuple(accumulator.shape)}, its parameter {tuple(local(p).shape)}"
                 )
         super().load_state_dict(state_dict)
-        for (
-            p,
-            accumulator,
-        ) in accumulators.items():  # torch casts state to the parameter's dtype: an accumulator has its own
+        for p, accumulator in accumulators.items():  # torch has cast them to the parameter's dtype
             dtype = operators.working_dtype(p.dtype)
             self.state[p]["accumulator"] = accumulator.detach().to(p.device, dtype, copy=True).contiguous()
             self.state[p]["version"] = p._version  # so that the saved one counts, whenever the model is loaded
