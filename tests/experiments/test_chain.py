@@ -246,7 +246,7 @@ def test_chains_side_by_side_of_which_one_fails(four: Path, tmp_path: Path) -> N
     content = manifest.read_bytes()
     manifest.write_bytes(content[:-9])
     with pytest.raises(
-        RuntimeError, match=r"^chain 3: DamagedError: .*; what is stored is safe, and the same command goes on$"
+        RuntimeError, match=r"^chain 3: DamagedError: .*; what is stored is safe, and the same command resumes$"
     ):
         run_experiment(FOUR, folder, progress=lambda label, share: shares.append(share), jobs=2)
     manifest.write_bytes(content)

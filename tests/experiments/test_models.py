@@ -66,6 +66,7 @@ def test_it_trains_lowered_and_packed(name: str, format: str) -> None:
     assert sum(losses[-5:]) < sum(losses[:5])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mlp", "transformer", "unet", "tied"])
 def test_it_trains_compiled(name: str) -> None:
     ends = []
