@@ -1,4 +1,4 @@
-"""What commands print: tables, and a progress bar on a terminal."""
+"""The output of commands: tables, and a progress bar on a terminal."""
 
 import sys
 

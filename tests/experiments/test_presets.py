@@ -121,7 +121,7 @@ def test_a_configuration_is_read_as_it_was_written(config: Experiment) -> None:
 
 
 class Asked(Exception):
-    """What the command line would have run."""
+    """Raised in place of a run, with its configuration and folder."""
 
 
 def ask(config: Experiment, folder: Path, *_: object) -> None:

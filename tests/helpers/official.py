@@ -2,15 +2,26 @@
 
 import gzip
 import io
+import os
 import struct
 import tarfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
+import pytest
+import torch
 from PIL import Image
+from torch import Tensor
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (50, 3, 32, 32), dtype=np.uint8)
+
+real = pytest.mark.skipif("QLANGEVIN_DATA" not in os.environ, reason="$QLANGEVIN_DATA names no folder with real data")
+
+
+def pixels(*which: int) -> Tensor:
+    """Pictures out of `PIXELS`."""
+    return torch.from_numpy(PIXELS[list(which)])
 
 
 def idx(array: np.ndarray) -> bytes:

@@ -1,8 +1,7 @@
-"""Learning rates against the formulas they come from, moments of collecting samples, and resuming."""
+"""Learning rates against the formulas they come from, temperatures, and arguments."""
 
 import json
 import math
-from collections.abc import Callable
 from fractions import Fraction
 from itertools import pairwise
 from typing import Any
@@ -12,59 +11,15 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor, nn
-from torch.optim.lr_scheduler import LRScheduler, StepLR
+from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
 
-from qlangevin import SGLD
 from qlangevin.sampling.schedules import ConstantLR, CyclicalLR, LinearDecayLR, Schedule, StepDecayLR
-
-Make = Callable[[torch.optim.Optimizer], Schedule]
-
-STEPS = 12
-SCHEDULES: dict[str, Make] = {
-    "constant": lambda sampler: ConstantLR(sampler, STEPS, 3),
-    "linear": lambda sampler: LinearDecayLR(sampler, STEPS, 2),
-    "step": lambda sampler: StepDecayLR(sampler, STEPS, 2),
-    "cyclical": lambda sampler: CyclicalLR(sampler, STEPS, 5, 1, exploration=0.5),
-    "cyclical with SGD": lambda sampler: CyclicalLR(sampler, STEPS, 2, 2, exploration=0.6, exploration_temperature=0),
-}
-every_schedule = pytest.mark.parametrize("name", SCHEDULES)
-
-
-def sgd(lr: Any = 0.1) -> torch.optim.SGD:
-    return torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=lr)
-
-
-def chain(lr: float = 0.1, temperature: float = 1.0) -> tuple[nn.Module, SGLD]:
-    """Return a small model and its sampler, in two groups that differ in learning rate and temperature."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
-    groups: list[dict[str, Any]] = [
-        {"params": [*model[0].parameters()]},
-        {"params": [*model[2].parameters()], "lr": 2 * lr, "temperature": temperature / 2},
-    ]
-    return model, SGLD(groups, lr=lr, num_data=100, temperature=temperature, weights="bfp8")
-
-
-def run(model: nn.Module, sampler: SGLD, schedule: Schedule, steps: int) -> list[Any]:
-    """Return for each step lr and temperature of the groups before it, the weights after it, and whether they are a sample."""
-    x, seen = torch.arange(6.0).view(2, 3) / 3, []
-    for _ in range(steps):
-        used = [(group["lr"], group["temperature"]) for group in sampler.param_groups]
-        sampler.zero_grad()
-        model(x).square().mean().backward()
-        sampler.step()
-        schedule.step()
-        weights = torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
-        seen.append((used, weights, schedule.collect, schedule.get_last_lr()))
-    return seen
+from tests.helpers.schedules import SCHEDULES, STEPS, chain, every_schedule, run, sgd
 
 
 def factors(schedule: Schedule) -> list[float]:
     return [schedule.factor(e) for e in range(schedule.total_steps)]
-
-
-# --- learning rates ---
 
 
 def test_constant() -> None:
@@ -81,12 +36,6 @@ def test_linear_decay_is_that_of_swalp() -> None:
     assert factors(LinearDecayLR(sgd(), 10, 0)) == pytest.approx(by_hand)
     at_once = LinearDecayLR(sgd(), 9, 0, flat_until=1 / 3, decayed_at=1 / 3, final=0.5)
     assert factors(at_once) == [1.0] * 3 + [0.5] * 6
-
-
-def test_the_papers_samples_are_one_an_epoch() -> None:
-    batches = 391  # CIFAR-10 in batches of 128
-    schedule = LinearDecayLR(sgd(), 245 * batches, 50, burn_in=195 / 245)
-    assert schedule.moments == tuple(epoch * batches for epoch in range(196, 246))
 
 
 def test_step_decay_is_that_of_he_et_al() -> None:
@@ -152,59 +101,27 @@ def test_a_tensor_learning_rate_stays_one() -> None:
     assert last is not other
 
 
-# --- moments ---
-
-
-@given(st.integers(1, 10**9), st.floats(0, 1), st.data())
-def test_moments_after_a_burn_in(steps: int, burn_in: float, data: st.DataObject) -> None:
-    most = steps - math.ceil(Fraction(burn_in).limit_denominator(10**9) * steps)
-    count = data.draw(st.integers(0, min(most, 50)))
-    schedule = ConstantLR(sgd(), steps, count, burn_in=burn_in)
-    gaps = [b - a for a, b in pairwise(schedule.moments)]
-    assert schedule.samples == len(schedule.moments) == count
-    assert all(gap > 0 for gap in gaps)
-    assert max(gaps, default=0) - min(gaps, default=0) <= 1
-    if count:
-        assert schedule.moments[-1] == steps
-        assert schedule.moments[0] > burn_in * steps * (1 - 1e-9)
-
-
-@given(st.integers(1, 500), st.floats(0, 1), st.data())
-def test_moments_of_cycles(steps: int, exploration: float, data: st.DataObject) -> None:
-    cycles = data.draw(st.integers(1, steps))
-    shortest = steps // cycles
-    most = shortest - math.ceil(Fraction(exploration).limit_denominator(10**9) * shortest)
-    each = data.draw(st.integers(0, most))
-    schedule = CyclicalLR(sgd(), steps, cycles, each, exploration=exploration)
-    assert list(schedule.moments) == sorted(set(schedule.moments))
-    assert schedule.samples == len(schedule.moments) == cycles * each
-    for moment in schedule.moments:  # the step before it was one that samples
-        done, length = schedule.place(moment - 1)
-        assert done / length >= exploration - 1e-9
-    if each:
-        assert set(schedule.moments) >= {c * steps // cycles for c in range(1, cycles + 1)}
-
-
-def test_moments_by_hand() -> None:
-    assert CyclicalLR(sgd(), 20, 2, 2).moments == (9, 10, 19, 20)
-    assert CyclicalLR(sgd(), 20, 2, 3, exploration=0.5).moments == (6, 8, 10, 16, 18, 20)
-    assert CyclicalLR(sgd(), 7, 2, 1, exploration=0.6).moments == (3, 7)
-    assert ConstantLR(sgd(), 5, 5, burn_in=0).moments == (1, 2, 3, 4, 5)
-    assert ConstantLR(sgd(), 10**9, 4).moments == (625_000_000, 750_000_000, 875_000_000, 10**9)
-    assert ConstantLR(sgd(), 3, 0, burn_in=1).moments == ()
-
-
 @every_schedule
-def test_samples_are_collected_at_the_moments(name: str) -> None:
+def test_no_step_beyond_the_last(name: str) -> None:
     model, sampler = chain()
     schedule = SCHEDULES[name](sampler)
-    assert not schedule.collect
-    collected = [seen[2] for seen in run(model, sampler, schedule, STEPS)]
-    assert [e for e, collect in enumerate(collected, 1) if collect] == list(schedule.moments)
-    assert sum(collected) == schedule.samples > 0
+    run(model, sampler, schedule, STEPS)
+    before, groups = schedule.state_dict(), [dict(group) for group in sampler.param_groups]
+    with pytest.raises(ValueError, match="total_steps=12, so there is no step 13; make a longer schedule"):
+        schedule.step()
+    assert schedule.state_dict() == before
+    assert schedule.collect
+    assert sampler.param_groups == groups
 
 
-# --- temperatures ---
+def test_torch_still_warns_of_the_wrong_order() -> None:
+    schedule = ConstantLR(sgd(), 10, 1)
+    assert isinstance(schedule, LRScheduler)
+    with pytest.warns(UserWarning, match=r"`lr_scheduler.step\(\)` before `optimizer.step\(\)`"):
+        schedule.step()
+
+
+# ---- temperatures
 
 
 def test_exploration_has_its_own_temperature() -> None:
@@ -241,128 +158,7 @@ def test_exploration_temperature_needs_temperatures() -> None:
         CyclicalLR([], 10, 2, 1, exploration_temperature=0)  # type: ignore[arg-type]
 
 
-# --- resuming ---
-
-
-@every_schedule
-@pytest.mark.parametrize("order", ["optimizer first", "schedule first"])
-def test_a_resumed_run_equals_an_uninterrupted_one(name: str, order: str) -> None:
-    model, sampler = chain()
-    whole = run(model, sampler, SCHEDULES[name](sampler), STEPS)
-    for stop in range(STEPS + 1):
-        model, sampler = chain()
-        schedule = SCHEDULES[name](sampler)
-        run(model, sampler, schedule, stop)
-        again, other = chain(lr=7.0, temperature=3.0)
-        again.load_state_dict(model.state_dict())
-        if order == "optimizer first":
-            other.load_state_dict(sampler.state_dict())
-        resumed = SCHEDULES[name](other)
-        resumed.load_state_dict(json.loads(json.dumps(schedule.state_dict())))
-        if order == "schedule first":
-            other.load_state_dict(sampler.state_dict())
-        assert (resumed.last_epoch, resumed.collect) == (stop, schedule.collect)
-        assert resumed.get_last_lr() == schedule.get_last_lr()
-        assert run(again, other, resumed, STEPS - stop) == whole[stop:]
-        assert resumed.state_dict()["last_epoch"] == STEPS
-
-
-@every_schedule
-def test_loading_a_schedule_sets_the_groups(name: str) -> None:
-    for stop in range(STEPS + 1):
-        model, sampler = chain()
-        schedule = SCHEDULES[name](sampler)
-        run(model, sampler, schedule, stop)
-        _, other = chain(lr=7.0)
-        resumed = SCHEDULES[name](other)
-        for group in other.param_groups:
-            del group["initial_lr"]  # as after loading the state of a sampler that had no schedule
-        resumed.load_state_dict(schedule.state_dict())
-        for key in ("lr", "initial_lr", "temperature", "initial_temperature"):
-            assert [g.get(key) for g in other.param_groups] == [g.get(key) for g in sampler.param_groups]
-
-
-@every_schedule
-def test_state_and_settings_are_json(name: str) -> None:
-    schedule = SCHEDULES[name](chain()[1])
-    for content in (schedule.state_dict(), schedule.settings()):
-        assert json.loads(json.dumps(content, allow_nan=False)) == content
-    settings = schedule.settings()
-    make: Any = type(schedule)
-    assert settings.pop("schedule") == make.__name__
-    assert make(chain()[1], **settings).settings() == schedule.settings()
-
-
-def test_settings_by_name() -> None:
-    schedule = StepDecayLR(sgd(), np.int64(90), 5, milestones=np.array([0.25, 0.5]))
-    settings = schedule.settings()
-    expected = {"total_steps": 90, "samples": 5, "burn_in": 0.8, "milestones": [0.25, 0.5], "gamma": 0.1}
-    assert settings == {"schedule": "StepDecayLR", **expected}
-    settings["milestones"].clear()  # type: ignore[union-attr]
-    assert schedule.settings()["milestones"] == [0.25, 0.5]
-
-
-def test_a_state_of_another_schedule_is_refused() -> None:
-    optimizer = sgd()
-    schedule = StepDecayLR(optimizer, 90, 5)
-    before, group = schedule.state_dict(), dict(optimizer.param_groups[0])
-    other = StepDecayLR(sgd(0.5), 80, 5, milestones=[0.5])
-    other.optimizer.step()
-    other.step()
-    with pytest.raises(ValueError, match=r"total_steps is 80 there and 90 here, milestones is \[0.5\] .* and \[0.3"):
-        schedule.load_state_dict(other.state_dict())
-    with pytest.raises(ValueError, match=r"schedule is 'ConstantLR' there .*gamma is 'absent' there and 0.1 here"):
-        schedule.load_state_dict(ConstantLR(sgd(), 90, 5).state_dict())
-    assert schedule.state_dict() == before
-    assert optimizer.param_groups[0] == group
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"settings": None}, "not the state of a schedule of qlangevin: its settings are None"),
-        ({"last_epoch": 91}, "last_epoch must be at most 90, got 91"),
-        ({"last_epoch": -1}, "last_epoch must be an integer, at least 0, got -1"),
-        ({"last_epoch": None}, "last_epoch must be an integer, at least 0, got None"),
-        ({"base_lrs": [0.1, 0.2]}, r"base_lrs must be a list of numbers, one for each of 1 groups, got \[0.1, 0.2\]"),
-        ({"base_lrs": None}, "base_lrs must be a list of numbers, one for each of 1 groups, got None"),
-        ({"base_lrs": ["fast"]}, "base_lrs must be a finite number that is not negative, got 'fast'"),
-    ],
-)
-def test_a_damaged_state_is_refused(change: dict[str, Any], message: str) -> None:
-    schedule = StepDecayLR(sgd(), 90, 5)
-    before = schedule.state_dict()
-    with pytest.raises(ValueError, match=message):
-        schedule.load_state_dict({**before, "last_epoch": 3, "base_lrs": [5.0], **change})
-    assert schedule.state_dict() == before
-
-
-def test_a_state_of_torchs_own_schedule_is_refused() -> None:
-    with pytest.raises(ValueError, match="not the state of a schedule of qlangevin"):
-        StepDecayLR(sgd(), 90, 5).load_state_dict(StepLR(sgd(), 30).state_dict())
-
-
-@every_schedule
-def test_no_step_beyond_the_last(name: str) -> None:
-    model, sampler = chain()
-    schedule = SCHEDULES[name](sampler)
-    run(model, sampler, schedule, STEPS)
-    before, groups = schedule.state_dict(), [dict(group) for group in sampler.param_groups]
-    with pytest.raises(ValueError, match="total_steps=12, so there is no step 13; make a longer schedule"):
-        schedule.step()
-    assert schedule.state_dict() == before
-    assert schedule.collect
-    assert sampler.param_groups == groups
-
-
-def test_torch_still_warns_of_the_wrong_order() -> None:
-    schedule = ConstantLR(sgd(), 10, 1)
-    assert isinstance(schedule, LRScheduler)
-    with pytest.warns(UserWarning, match=r"`lr_scheduler.step\(\)` before `optimizer.step\(\)`"):
-        schedule.step()
-
-
-# --- arguments ---
+# ---- arguments
 
 
 @pytest.mark.parametrize("wrong", [0, -1, True, 2.0, "10", None])

@@ -1,46 +1,16 @@
 """SGLD as an optimizer of torch, and as the paper's table of methods."""
 
 import copy
-import io
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
-from qlangevin import SGLD, BlockFloat, Key, corrected, native, parse, quantize
+from qlangevin import SGLD, Key, corrected, native, parse, quantize
 from qlangevin.quantization import random
 from qlangevin.sampling.step import StepSettings, parameter_key, sgld_op
-
-# The paper's methods are settings.
-METHODS: dict[str, dict[str, Any]] = {
-    "SGDFP": {"temperature": 0.0},
-    "SGLDFP": {},
-    "SGDLP-F": {"temperature": 0.0, "weights": "bfp8", "gradients": "bfp8", "accumulator": "fp32"},
-    "SGDLP-L": {"temperature": 0.0, "weights": "bfp8", "gradients": "bfp8", "rounding": "stochastic"},
-    "SGLDLP-F": {"weights": "bfp8", "gradients": "bfp8", "accumulator": "fp32"},
-    "naive SGLDLP-L": {"weights": "bfp8", "gradients": "bfp8", "rounding": "stochastic"},
-    "VC SGLDLP-L": {"weights": "bfp8", "gradients": "bfp8"},
-    "VC SGLDLP-L, as printed": {"weights": "bfp8", "gradients": "bfp8", "algorithm": "paper"},
-    "VC SGLDLP-L, fixed": {"weights": "fixed8.5", "gradients": "fixed8.6"},
-    "VC SGLDLP-L, float": {"weights": "e4m3", "gradients": "fp8_e5m2"},
-    "8 bits over 16": {"weights": "bfp8", "accumulator": "bfp16"},
-    "nearest": {"weights": "bfp8/32", "gradients": "bfp8/tensor", "rounding": "nearest"},
-}
-
-
-def problem(seed: int = 0) -> tuple[nn.Module, Tensor, Tensor]:
-    torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(6, 17), nn.Tanh(), nn.Linear(17, 3))
-    return model, torch.randn(32, 6), torch.randint(0, 3, (32,))
-
-
-def backward(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    model.zero_grad()
-    loss = nn.functional.cross_entropy(model(x), y)
-    loss.backward()
-    return loss
+from tests.helpers.sgld import METHODS, backward, problem, values
 
 
 def train(settings: dict[str, Any], steps: int = 6) -> tuple[nn.Module, SGLD]:
@@ -50,10 +20,6 @@ def train(settings: dict[str, Any], steps: int = 6) -> tuple[nn.Module, SGLD]:
         backward(model, x, y)
         sampler.step()
     return model, sampler
-
-
-def values(model: nn.Module) -> list[Tensor]:
-    return [p.detach().clone() for p in model.parameters()]
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -118,38 +84,55 @@ def test_the_noise_has_variance_2_lr_t_over_n() -> None:
     assert float(theta.detach().double().square().mean()) == pytest.approx(expected, rel=0.016)
 
 
-@pytest.mark.parametrize("method", ["VC SGLDLP-L", "SGLDLP-F", "8 bits over 16"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_loading_a_state_resumes_the_chain_bit_for_bit(method: str, dtype: torch.dtype) -> None:
-    def start() -> tuple[nn.Module, Tensor, Tensor, SGLD]:
-        model, x, y = problem()
-        model = model.to(dtype)
-        weights = {"weights": "fixed8.5"} if dtype == torch.bfloat16 else {}
-        settings = {**METHODS[method], **weights, "gradients": BlockFloat(8, "tensor"), "seed": 3}
-        return model, x.to(dtype), y, SGLD(model.parameters(), 0.1, 1000, **settings)
+def test_half_precision_without_a_format_is_unbiased_on_its_own_grid() -> None:
+    # bfloat16 near 1 has a gap of 2^-7; a step of 2^-12 vanishes if it is rounded to nearest.
+    p = nn.Parameter(torch.ones(100_000, dtype=torch.bfloat16))
+    sampler = SGLD([p], lr=2.0**-12, num_data=1, temperature=0.0)
+    p.grad = torch.ones_like(p)
+    sampler.step()
+    # Bernoulli with probability 1/16 below 1 (gap 2^-8): standard error of the mean 3e-6
+    assert float(p.detach().double().mean()) == pytest.approx(1 - 2.0**-12, abs=1.6e-5)
 
-    def run(model: nn.Module, x: Tensor, y: Tensor, sampler: SGLD, steps: int) -> None:
-        for _ in range(steps):
-            backward(model, x, y)
-            sampler.step()
 
-    one = start()
-    run(*one, 3)
-    buffer = io.BytesIO()
-    torch.save((one[0].state_dict(), one[3].state_dict()), buffer)
-    run(*one, 4)
-    buffer.seek(0)
-    model_state, sampler_state = torch.load(buffer, weights_only=True)
-    two = start()
-    two[3].param_groups[0]["seed"] = 99  # the saved one counts
-    two[0].load_state_dict(model_state)
-    two[3].load_state_dict(sampler_state)
-    run(*two, 4)
-    for p, q in zip(one[0].parameters(), two[0].parameters(), strict=True):
-        assert torch.equal(p, q)
-        if "accumulator" in one[3].state[p]:
-            assert torch.equal(one[3].state[p]["accumulator"], two[3].state[q]["accumulator"])
-            assert one[3].state[p]["accumulator"].dtype == two[3].state[q]["accumulator"].dtype
+def test_the_printed_algorithm_with_an_accumulator_is_unbiased() -> None:
+    # Its last rounding and that of the weights must not share random bits; z beyond 5.5 has probability 4e-8.
+    start = torch.tensor([7.0, 7.0, 7.0, 3.0]).expand(40_000, 4)
+    p = nn.Parameter(start.clone())
+    sampler = SGLD([p], 0.3, 1, weights="fixed8.-2", accumulator="bfp4", algorithm="paper")
+    p.grad = torch.zeros_like(p)
+    sampler.step()
+    error = (p.detach() - sampler.state[p]["accumulator"]).double()
+    assert (error.mean(0) / (error.var(0) / len(error)).sqrt()).abs().max() < 5.5
+
+
+def test_seeds_and_parameters_differ_and_repeat() -> None:
+    def noise(seed: int, stream: int = 0) -> list[Tensor]:
+        a, b = nn.Parameter(torch.zeros(50)), nn.Parameter(torch.zeros(50))
+        sampler = SGLD([a, b], 0.1, 100, seed=seed, stream=stream)
+        a.grad, b.grad = torch.zeros(50), torch.zeros(50)
+        sampler.step()
+        return [a.detach(), b.detach()]
+
+    (a, b), (again, _), (other, _), (stream, _) = noise(1), noise(1), noise(2), noise(1, 1)
+    assert torch.equal(a, again)
+    assert not torch.equal(a, b)
+    assert not torch.equal(a, other)
+    assert not torch.equal(a, stream)
+    assert torch.equal(stream, noise(1, 1)[0])
+    assert Key(1).fold(0) != Key(1).fold(1)
+
+
+def test_saturated_weights_are_counted() -> None:
+    p = nn.Parameter(torch.tensor([0.0, 15.0, -15.0, 3.0]))
+    sampler = SGLD([p], lr=1.0, num_data=1e9, weights="fixed8.3", rounding="nearest")
+    assert sampler.saturated() == 0
+    p.grad = torch.tensor([0.0, -100.0, 100.0, 0.0])
+    sampler.step()
+    assert sampler.saturated() == 2
+    assert p.tolist() == [0.0, 15.875, -16.0, 3.0]
+
+
+# ---- as an optimizer of torch
 
 
 def test_groups_override_any_setting() -> None:
@@ -233,86 +216,6 @@ def test_dtypes_and_shapes(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
         assert (p != 1).any()
 
 
-def test_half_precision_without_a_format_is_unbiased_on_its_own_grid() -> None:
-    # bfloat16 near 1 has a gap of 2^-7; a step of 2^-12 vanishes if it is rounded to nearest.
-    p = nn.Parameter(torch.ones(100_000, dtype=torch.bfloat16))
-    sampler = SGLD([p], lr=2.0**-12, num_data=1, temperature=0.0)
-    p.grad = torch.ones_like(p)
-    sampler.step()
-    # Bernoulli with probability 1/16 below 1 (gap 2^-8): standard error of the mean 3e-6
-    assert float(p.detach().double().mean()) == pytest.approx(1 - 2.0**-12, abs=1.6e-5)
-
-
-def test_saturated_weights_are_counted() -> None:
-    p = nn.Parameter(torch.tensor([0.0, 15.0, -15.0, 3.0]))
-    sampler = SGLD([p], lr=1.0, num_data=1e9, weights="fixed8.3", rounding="nearest")
-    assert sampler.saturated() == 0
-    p.grad = torch.tensor([0.0, -100.0, 100.0, 0.0])
-    sampler.step()
-    assert sampler.saturated() == 2
-    assert p.tolist() == [0.0, 15.875, -16.0, 3.0]
-
-
-@pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
-def test_a_gradient_that_is_not_finite_changes_nothing(bad: float) -> None:
-    model, x, y = problem()
-    sampler = SGLD(model.named_parameters(), 0.1, 100, weights="bfp8", accumulator="fp32")
-    backward(model, x, y)
-    model[2].bias.grad[1] = bad  # type: ignore[index]
-    before, state = values(model), copy.deepcopy(sampler.state_dict())
-    with pytest.raises(FloatingPointError, match=r"parameter '2.bias' .* no parameter was changed"):
-        sampler.step()
-    assert all(torch.equal(p, q) for p, q in zip(before, values(model), strict=True))
-    assert str(state) == str(sampler.state_dict())
-
-
-def test_gradients_it_cannot_use_are_type_errors() -> None:
-    embedding = nn.Embedding(5, 2, sparse=True)
-    sampler = SGLD(embedding.parameters(), 0.1, 100)
-    embedding(torch.tensor([1, 2])).sum().backward()
-    with pytest.raises(TypeError, match=r"parameter 0 \(shape \(5, 2\)\) has a sparse gradient"):
-        sampler.step()
-
-
-@pytest.mark.parametrize(
-    ("settings", "error", "words"),
-    [
-        ({"lr": -0.1}, ValueError, "lr must be .* got -0.1"),
-        ({"lr": float("nan")}, ValueError, "lr must be"),
-        ({"num_data": 0}, ValueError, "num_data must be .* got 0"),
-        ({"num_data": -5}, ValueError, "got -5"),
-        ({"temperature": -1.0}, ValueError, "temperature must be"),
-        ({"weight_decay": -1.0}, ValueError, "weight_decay must be"),
-        ({"weights": "int8"}, ValueError, "unknown format 'int8'"),
-        ({"gradients": "bfp1"}, ValueError, "bits must be"),
-        ({"accumulator": "float"}, ValueError, "unknown format 'float'"),
-        ({"rounding": "up"}, ValueError, "rounding must be one of"),
-        ({"algorithm": "5"}, ValueError, "algorithm must be one of"),
-        ({"seed": -1}, ValueError, "seed must be"),
-    ],
-)
-def test_settings_out_of_range_are_named(settings: dict[str, Any], error: type[Exception], words: str) -> None:
-    p = nn.Parameter(torch.full((2,), 0.3))
-    with pytest.raises(error, match=words):
-        SGLD([p], **{"lr": 0.1, "num_data": 10, **settings})
-    sampler = SGLD([nn.Parameter(torch.zeros(1))], lr=0.1, num_data=10)
-    with pytest.raises(error, match=words):
-        sampler.add_param_group({"params": [p], **settings})
-    assert len(sampler.param_groups) == 1
-    assert torch.equal(p, torch.full((2,), 0.3))
-
-
-def test_a_format_the_parameter_cannot_hold_is_refused_before_anything_is_changed() -> None:
-    good, bad = nn.Parameter(torch.full((2,), 0.3)), nn.Parameter(torch.full((2,), 0.3, dtype=torch.bfloat16))
-    with pytest.raises(ValueError, match=r"parameter 1 .* cannot hold every number of fixed16.8"):
-        SGLD([good, bad], lr=0.1, num_data=10, weights="fixed16.8")
-    assert torch.equal(good, torch.full((2,), 0.3))
-    with pytest.raises(ValueError, match="cannot hold every number of fp32"):
-        SGLD([bad], lr=0.1, num_data=10, weights="fp32")
-    with pytest.raises(TypeError, match="real floating-point"):
-        SGLD([nn.Parameter(torch.ones(2, dtype=torch.complex64))], lr=0.1, num_data=10)
-
-
 def test_autograd_notices_that_parameters_changed() -> None:
     p = nn.Parameter(torch.ones(3))
     sampler = SGLD([p], 0.1, 100, weights="bfp8")
@@ -328,96 +231,3 @@ def test_the_step_is_an_operator_that_keeps_torchs_rules() -> None:
     text = StepSettings(0.1, 200, weights="bfp8").text
     arguments: tuple[Any, ...] = ([theta], [gradient], [], [0, 0, 1], text)
     torch.library.opcheck(sgld_op, arguments, test_utils=["test_schema", "test_faketensor"])
-
-
-def test_numpys_numbers_are_numbers() -> None:
-    sampler = SGLD([nn.Parameter(torch.zeros(2))], np.float32(0.5), np.int64(100), seed=np.int64(3))
-    sampler.param_groups[0]["params"][0].grad = torch.ones(2)
-    sampler.step()
-
-
-def test_settings_changed_by_hand_are_checked_and_followed() -> None:
-    p = nn.Parameter(torch.full((3,), 0.3))
-    sampler = SGLD([p], 0.1, 1e9, temperature=0.0)
-    p.grad = torch.ones(3)
-    sampler.param_groups[0].update(weights=BlockFloat(8), accumulator="fp32")
-    sampler.step()
-    assert torch.allclose(sampler.state[p]["accumulator"], torch.full((3,), 0.2))
-    assert sampler.param_groups[0]["weights"] == "bfp8"
-    sampler.param_groups[0]["weights"] = "bfp1"
-    with pytest.raises(ValueError, match="bits must be"):
-        sampler.step()
-    half = nn.Parameter(torch.full((3,), 100.0, dtype=torch.bfloat16))
-    sampler = SGLD([half], 0.1, 1e9)
-    half.grad = torch.ones(3, dtype=torch.bfloat16)
-    sampler.param_groups[0]["weights"] = "fixed16.4"
-    with pytest.raises(ValueError, match=r"cannot hold every number of fixed16.4"):
-        sampler.step()
-
-
-def test_a_saved_accumulator_of_another_shape_or_dtype() -> None:
-    small, large = (nn.Parameter(torch.ones(n)) for n in (4, 64))
-    saved = SGLD([small], 0.1, 100, accumulator="fp32").state_dict()
-    with pytest.raises(ValueError, match=r"accumulator has shape \(4,\), its parameter \(64,\)"):
-        SGLD([large], 0.1, 100, accumulator="fp32").load_state_dict(saved)
-    wide = nn.Parameter(torch.full((4,), 0.25, dtype=torch.float64))
-    sampler = SGLD([small], 0.1, 1e9, accumulator="fp32", temperature=0.0)
-    sampler.load_state_dict(SGLD([wide], 0.1, 1e9, accumulator="fp32", temperature=0.0).state_dict())
-    small.grad = torch.zeros(4)
-    sampler.step()
-    assert small.tolist() == [0.25] * 4
-
-
-def test_weights_loaded_after_construction_are_not_undone() -> None:
-    p = nn.Parameter(torch.full((2, 3), 0.3))
-    sampler = SGLD([p], 0.1, 1e9, weights="bfp8", accumulator="fp32", temperature=0.0)
-    p.grad = torch.zeros_like(p)
-    for value in (0.75, 0.5):  # before the first step, and after it
-        with torch.no_grad():
-            p.fill_(value)
-        sampler.step()
-        assert torch.equal(p, torch.full((2, 3), value))
-    kept = sampler.state[p]["accumulator"].add_(0.001).clone()  # below the weights' precision, and kept
-    with torch.no_grad():
-        p.copy_(p.clone())
-    sampler.step()
-    assert torch.equal(sampler.state[p]["accumulator"], kept)
-
-
-def test_the_printed_algorithm_with_an_accumulator_is_unbiased() -> None:
-    # Its last rounding and that of the weights must not share random bits; z beyond 5.5 has probability 4e-8.
-    start = torch.tensor([7.0, 7.0, 7.0, 3.0]).expand(40_000, 4)
-    p = nn.Parameter(start.clone())
-    sampler = SGLD([p], 0.3, 1, weights="fixed8.-2", accumulator="bfp4", algorithm="paper")
-    p.grad = torch.zeros_like(p)
-    sampler.step()
-    error = (p.detach() - sampler.state[p]["accumulator"]).double()
-    assert (error.mean(0) / (error.var(0) / len(error)).sqrt()).abs().max() < 5.5
-
-
-def test_seeds_and_parameters_differ_and_repeat() -> None:
-    def noise(seed: int, stream: int = 0) -> list[Tensor]:
-        a, b = nn.Parameter(torch.zeros(50)), nn.Parameter(torch.zeros(50))
-        sampler = SGLD([a, b], 0.1, 100, seed=seed, stream=stream)
-        a.grad, b.grad = torch.zeros(50), torch.zeros(50)
-        sampler.step()
-        return [a.detach(), b.detach()]
-
-    (a, b), (again, _), (other, _), (stream, _) = noise(1), noise(1), noise(2), noise(1, 1)
-    assert torch.equal(a, again)
-    assert not torch.equal(a, b)
-    assert not torch.equal(a, other)
-    assert not torch.equal(a, stream)
-    assert torch.equal(stream, noise(1, 1)[0])
-    assert Key(1).fold(0) != Key(1).fold(1)
-
-
-def test_a_state_saved_before_there_were_streams_is_of_the_first() -> None:
-    p = nn.Parameter(torch.zeros(5))
-    sampler = SGLD([p], 0.1, 100, stream=7)
-    state = sampler.state_dict()
-    del state["param_groups"][0]["stream"]
-    sampler.load_state_dict(state)
-    assert sampler.param_groups[0]["stream"] == 0
-    p.grad = torch.zeros(5)
-    sampler.step()

@@ -23,7 +23,7 @@ BY_HAND = Constants(convexity=0.5, smoothness=2.0, hessian=3.0, dimension=4, noi
 
 
 def without_bias_and_rounding(result: Bound) -> float:
-    """What is proved of chains with low-precision accumulators, after infinitely many steps; see the module."""
+    """Return the bound of Theorem 2 or 3 without bias and rounding, after infinitely many steps; see the module."""
     return result.discretization + result.noise
 
 

@@ -1,4 +1,4 @@
-"""Where files are looked for, and downloads: from a server of our own."""
+"""The folders searched for files, and downloads from a local server."""
 
 import gzip
 import hashlib

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from qlangevin.experiments.data import load_dataset, text
 from qlangevin.experiments.data.text import Reviews, pad_texts, read_imdb, split_words
 from qlangevin.storage.tensor_file import tensor_chunks
-from tests.helpers.official import REVIEWS, archive, write
+from tests.helpers.official import REVIEWS, archive, real, write
 
 PACKED = {f"aclImdb/{name}": review.encode() for name, review in REVIEWS.items()}
 # Of the training texts in REVIEWS: how often, then the alphabet.
@@ -204,7 +204,7 @@ def test_texts_are_on_the_cpu_whatever_the_default_device_is(packed: Path) -> No
         assert x.tolist() == [[2, 3, 5]]
 
 
-@pytest.mark.skipif("QLANGEVIN_DATA" not in os.environ, reason="$QLANGEVIN_DATA names no folder with real data")
+@real
 def test_real_imdb() -> None:
     found = load_dataset("imdb")
     assert (found.note, found.words, found.shape) == (None, 25_000, (400,))

@@ -34,7 +34,7 @@ VOID = {"meta", "img", "br", "path", "use", "rect"}
 
 
 class Page(HTMLParser):
-    """Which elements there are; that they are closed in order; and the text."""
+    """The elements and the text of a page; fails if elements are not closed in order."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class Page(HTMLParser):
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What `qlangevin demo` makes: one experiment in one format, with a picture that comes first."""
+    """A page as `qlangevin demo` writes it: one experiment in one format, led by a picture."""
     folder = tmp_path_factory.mktemp("demo")
     picture = folder / "first.svg"
     picture.write_text('<svg xmlns="http://www.w3.org/2000/svg"/>')

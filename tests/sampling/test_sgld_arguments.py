@@ -1,0 +1,102 @@
+"""Settings and gradients that SGLD checks, and the errors for those it refuses."""
+
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from qlangevin import SGLD, BlockFloat
+from tests.helpers.sgld import backward, problem, values
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "words"),
+    [
+        ({"lr": -0.1}, ValueError, "lr must be .* got -0.1"),
+        ({"lr": float("nan")}, ValueError, "lr must be"),
+        ({"num_data": 0}, ValueError, "num_data must be .* got 0"),
+        ({"num_data": -5}, ValueError, "got -5"),
+        ({"temperature": -1.0}, ValueError, "temperature must be"),
+        ({"weight_decay": -1.0}, ValueError, "weight_decay must be"),
+        ({"weights": "int8"}, ValueError, "unknown format 'int8'"),
+        ({"gradients": "bfp1"}, ValueError, "bits must be"),
+        ({"accumulator": "float"}, ValueError, "unknown format 'float'"),
+        ({"rounding": "up"}, ValueError, "rounding must be one of"),
+        ({"algorithm": "5"}, ValueError, "algorithm must be one of"),
+        ({"seed": -1}, ValueError, "seed must be"),
+    ],
+)
+def test_settings_out_of_range_are_named(settings: dict[str, Any], error: type[Exception], words: str) -> None:
+    p = nn.Parameter(torch.full((2,), 0.3))
+    with pytest.raises(error, match=words):
+        SGLD([p], **{"lr": 0.1, "num_data": 10, **settings})
+    sampler = SGLD([nn.Parameter(torch.zeros(1))], lr=0.1, num_data=10)
+    with pytest.raises(error, match=words):
+        sampler.add_param_group({"params": [p], **settings})
+    assert len(sampler.param_groups) == 1
+    assert torch.equal(p, torch.full((2,), 0.3))
+
+
+def test_a_format_the_parameter_cannot_hold_is_refused_before_anything_is_changed() -> None:
+    good, bad = nn.Parameter(torch.full((2,), 0.3)), nn.Parameter(torch.full((2,), 0.3, dtype=torch.bfloat16))
+    with pytest.raises(ValueError, match=r"parameter 1 .* cannot hold every number of fixed16.8"):
+        SGLD([good, bad], lr=0.1, num_data=10, weights="fixed16.8")
+    assert torch.equal(good, torch.full((2,), 0.3))
+    with pytest.raises(ValueError, match="cannot hold every number of fp32"):
+        SGLD([bad], lr=0.1, num_data=10, weights="fp32")
+    with pytest.raises(TypeError, match="real floating-point"):
+        SGLD([nn.Parameter(torch.ones(2, dtype=torch.complex64))], lr=0.1, num_data=10)
+
+
+def test_numpys_numbers_are_numbers() -> None:
+    ours, numpys = (nn.Parameter(torch.zeros(2)) for _ in range(2))
+    for sampler in (
+        SGLD([ours], 0.5, 100, seed=3),
+        SGLD([numpys], np.float32(0.5), np.int64(100), seed=np.int64(3)),
+    ):
+        sampler.param_groups[0]["params"][0].grad = torch.ones(2)
+        sampler.step()
+    assert torch.equal(ours, numpys)
+
+
+def test_settings_changed_by_hand_are_checked_and_followed() -> None:
+    p = nn.Parameter(torch.full((3,), 0.3))
+    sampler = SGLD([p], 0.1, 1e9, temperature=0.0)
+    p.grad = torch.ones(3)
+    sampler.param_groups[0].update(weights=BlockFloat(8), accumulator="fp32")
+    sampler.step()
+    assert torch.allclose(sampler.state[p]["accumulator"], torch.full((3,), 0.2))
+    assert sampler.param_groups[0]["weights"] == "bfp8"
+    sampler.param_groups[0]["weights"] = "bfp1"
+    with pytest.raises(ValueError, match="bits must be"):
+        sampler.step()
+    half = nn.Parameter(torch.full((3,), 100.0, dtype=torch.bfloat16))
+    sampler = SGLD([half], 0.1, 1e9)
+    half.grad = torch.ones(3, dtype=torch.bfloat16)
+    sampler.param_groups[0]["weights"] = "fixed16.4"
+    with pytest.raises(ValueError, match=r"cannot hold every number of fixed16.4"):
+        sampler.step()
+
+
+@pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
+def test_a_gradient_that_is_not_finite_changes_nothing(bad: float) -> None:
+    model, x, y = problem()
+    sampler = SGLD(model.named_parameters(), 0.1, 100, weights="bfp8", accumulator="fp32")
+    backward(model, x, y)
+    model[2].bias.grad[1] = bad  # type: ignore[index]
+    before, state = values(model), copy.deepcopy(sampler.state_dict())
+    with pytest.raises(FloatingPointError, match=r"parameter '2.bias' .* no parameter was changed"):
+        sampler.step()
+    assert all(torch.equal(p, q) for p, q in zip(before, values(model), strict=True))
+    assert str(state) == str(sampler.state_dict())
+
+
+def test_gradients_it_cannot_use_are_type_errors() -> None:
+    embedding = nn.Embedding(5, 2, sparse=True)
+    sampler = SGLD(embedding.parameters(), 0.1, 100)
+    embedding(torch.tensor([1, 2])).sum().backward()
+    with pytest.raises(TypeError, match=r"parameter 0 \(shape \(5, 2\)\) has a sparse gradient"):
+        sampler.step()
