@@ -81,7 +81,7 @@ class Handler:
         """Return Q_A of one output; Q_E rounds its error."""
         if not x.dtype.is_floating_point or (self.activations is None and self.errors is None):
             return x
-        if inplace_cpu.is_plain_cpu_tensor(x):
+        if inplace_cpu.kernels_can_write(x):
             may_overwrite = self.may_overwrite_output and self._sees_output_first(module) and not x._is_view()
             return inplace_cpu.quantize_activation(
                 x, self.next_spec(module), may_overwrite=may_overwrite, already_on_grid=already_on_grid, producer=self

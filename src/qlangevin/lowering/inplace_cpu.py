@@ -20,7 +20,14 @@ from .memory_order import block_order, memory_order, quantize_in_memory_order, r
 from .saved_tensors import SavedAsCodes, SavedCodes
 from .tensor_owners import only_autograd_holds
 
-__all__ = ["QuantizationSpec", "is_on_grid", "is_plain_cpu_tensor", "quantize_activation", "relu_on_grid"]
+__all__ = [
+    "QuantizationSpec",
+    "is_on_grid",
+    "is_plain_cpu_tensor",
+    "kernels_can_write",
+    "quantize_activation",
+    "relu_on_grid",
+]
 
 
 class QuantizationSpec(NamedTuple):
@@ -33,10 +40,15 @@ class QuantizationSpec(NamedTuple):
 
 
 def is_plain_cpu_tensor(x: Tensor) -> bool:
-    """Return True if the kernels can write to x: a float32 tensor on the CPU, no subclass, not traced and not in `vmap`."""
-    if torch.compiler.is_compiling() or type(x) is not Tensor or x.dtype != torch.float32:
+    """Return True for a float32 tensor on the CPU that is no subclass, not traced and not in `vmap`."""
+    if torch.compiler.is_compiling() or type(x) is not Tensor or x.dtype != torch.float32 or not x.is_cpu:
         return False
-    return native.enabled_for(x) and not torch._C._functorch.is_functorch_wrapped_tensor(x)
+    return not torch._C._functorch.is_functorch_wrapped_tensor(x)
+
+
+def kernels_can_write(x: Tensor) -> bool:
+    """Return True if x is plain memory on the CPU and the kernels are on."""
+    return is_plain_cpu_tensor(x) and native.enabled_for(x)
 
 
 def mark_on_grid(x: Tensor, format: str | None) -> None:

@@ -74,7 +74,7 @@ class ReLUHandler(Handler):
     replaces_forward = quantizes_in_forward = True
 
     def forward(self, module: nn.ReLU, input: Tensor) -> Tensor:
-        plain = self.activations is not None and inplace_cpu.is_plain_cpu_tensor(input)
+        plain = self.activations is not None and inplace_cpu.kernels_can_write(input)
         if plain and inplace_cpu.is_on_grid(input, self.activations):
             return inplace_cpu.relu_on_grid(input, self.next_spec(module), module.inplace)
         return self.quantize(module, nn.functional.relu(input, module.inplace))
@@ -135,12 +135,29 @@ class ConvolutionFunction(torch.autograd.Function):
             packed = isinstance(weight, QTensor)
             like_weight = torch.empty(weight.shape, dtype=e.dtype, device=e.device) if packed else weight
             mask = [False, wants_weight, wants_bias]
-            _, weight_grad, bias_grad = convolution_backward(e, x, like_weight, ctx.bias_shape, *ctx.geometry, mask)
+            pixels, geometry = _without_stride(x, like_weight, ctx.geometry)
+            _, weight_grad, bias_grad = convolution_backward(e, pixels, like_weight, ctx.bias_shape, *geometry, mask)
+            del pixels
         del x
         if wants_error:
             mask = [True, False, False]
             error, _, _ = convolution_backward(e, like_x, decoded(weight), None, *ctx.geometry, mask)
         return error, weight_grad, bias_grad, None
+
+
+def _without_stride(x: Tensor, weight: Tensor, geometry: tuple[Any, ...]) -> tuple[Tensor, tuple[Any, ...]]:
+    """Return the pixels that a strided 1x1 convolution of channels-last memory reads, and its geometry without the stride.
+
+    On a CPU without AVX-512, PyTorch 2.13's oneDNN (jit_avx2_1x1_convolution_bwd_weights) writes past its buffer when it
+    computes the weights' gradient of such a convolution with few channels. Without a stride it does not.
+    """
+    stride, padding, dilation, transposed, output_padding, groups = geometry
+    pointwise = tuple(weight.shape[2:]) == (1, 1) and not transposed and groups == 1 and not any(padding)
+    channels_last = not x.is_contiguous() or weight.stride(-1) != 1
+    few = weight.shape[1] % 8 != 0  # oneDNN works on 8 channels at a time
+    if not (pointwise and channels_last and few) or tuple(stride) == (1, 1):
+        return x, geometry
+    return x[:, :, :: stride[0], :: stride[1]], ((1, 1), padding, dilation, transposed, output_padding, groups)
 
 
 # ---- recurrent modules
