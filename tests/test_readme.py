@@ -21,6 +21,7 @@ def programs(page: Path) -> list[str]:
 BLOCKS = {f"{page.relative_to(ROOT)} {i}": code for page in PAGES for i, code in enumerate(programs(page))}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BLOCKS)
 def test_the_code_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

@@ -17,6 +17,7 @@ from tests.helpers.networks import CASES, build, gradients, is_on_grid, same_gra
 COMPILED = ["mlp", *(pytest.param(name, marks=pytest.mark.slow) for name in CASES if name not in ("mlp", "imagenet"))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("format", ["bfp8", "bfp8/tensor", "fixed8.4"])
 def test_the_kernels_and_the_operators_give_the_same_bits(name: str, format: str, threads: int) -> None:
@@ -65,6 +66,7 @@ def test_other_dtypes(dtype: torch.dtype) -> None:
     assert is_on_grid(y.detach().float(), "bfp8e7")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", COMPILED)
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # of an LSTM, by dynamo
 def test_it_compiles(name: str) -> None:

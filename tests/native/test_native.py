@@ -69,6 +69,7 @@ def test_every_format_and_rounding(name: str, magnitude: float) -> None:
             both_paths_agree(lambda x=x, variance=variance: corrected(x, variance, name, key))  # type: ignore[misc]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["bfp8", "bfp4", "bfp2", "bfp3/16", "bfp8/tensor", "bfp12/20", "bfp24e7", "bfp8e3"])
 def test_blocks_near_the_top_of_their_binade(name: str) -> None:
     # Blocks scaled by powers of two and noise of every size: many are at risk of growing, some grow, some do not.

@@ -25,6 +25,7 @@ from tests.helpers.posteriors import (
 Posterior = ql.Posterior
 
 
+@pytest.mark.slow
 @given(sizes=st.lists(st.integers(1, 9), min_size=1, max_size=8), limit=st.sampled_from([1, 7, 512]))
 def test_batches_of_any_size_are_predicted_as_all_together(posterior: Posterior, sizes: list[int], limit: int) -> None:
     x = X.repeat(4, 1)[: sum(sizes)]

@@ -194,6 +194,7 @@ def test_algorithm_5_as_printed_has_another_variance_where_the_block_crosses() -
     ) == pytest.approx(torch.ones(3, dtype=torch.float64), abs=0.05)
 
 
+@pytest.mark.slow
 def test_where_every_block_crosses_algorithm_5_is_half_as_much_again() -> None:
     # 400 coordinates just below the power of two: one of them crosses in practically every draw.
     mu = torch.cat((torch.full((400,), 127.9), torch.tensor([10.3]))) * DELTA

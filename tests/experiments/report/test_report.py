@@ -93,6 +93,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["demo", "large"])
 def test_the_page_is_one_file_that_loads_and_runs_nothing(name: str, request: pytest.FixtureRequest) -> None:
     text = (request.getfixturevalue(name) / "index.html").read_text(encoding="utf-8")
