@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+import os
+import subprocess
+import sys
+from typing import Any, cast
 
 import pytest
 import torch
@@ -11,6 +14,7 @@ from torch import Tensor, nn
 
 import qlangevin as ql
 from qlangevin import lowering
+from qlangevin.lowering import modules
 from qlangevin.lowering.handler import Handler
 from qlangevin.lowering.modules import handler_for
 from tests.helpers.networks import is_on_grid
@@ -111,3 +115,43 @@ def test_every_layer_of_a_recurrent_module_is_rounded() -> None:
     assert lowering.state_dict(rnn) == {"": 5}  # three layers and two final states
     for t in (y, h, c):
         assert is_on_grid(t, "bfp8/tensor")
+
+
+STRIDED_POINTWISE = """
+import torch, qlangevin as ql
+torch.set_num_threads(1)
+conv = torch.nn.Conv2d(6, 12, 1, stride=2, bias=False).to(memory_format=torch.channels_last)
+model = ql.lower(torch.nn.Sequential(conv), "bfp8", "bfp8")
+x = torch.randn(6, 6, 16, 16).to(memory_format=torch.channels_last).requires_grad_()
+for _ in range(60):
+    model(x).sum().backward()
+with ql.native.disabled():
+    for _ in range(60):
+        model(x).sum().backward()
+"""
+
+
+def test_strided_pointwise_convolutions_stay_within_their_memory_without_avx512() -> None:
+    """In plain PyTorch 2.13 this ends in "double free or corruption" or a segmentation fault."""
+    variables = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2", "MALLOC_PERTURB_": "7"}
+    command = [sys.executable, "-W", "ignore", "-c", STRIDED_POINTWISE]
+    ended = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+
+
+def test_the_weights_gradient_without_stride_is_the_one_with_it() -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(12, 16, 1, 1).contiguous(memory_format=torch.channels_last)
+    x = torch.randn(6, 16, 15, 17).contiguous(memory_format=torch.channels_last)
+    e = torch.randn(6, 12, 8, 6)
+    geometry = ((2, 3), (0, 0), (1, 1), False, (0, 0), 1)
+
+    def gradient(x: Tensor, weight: Tensor, geometry: tuple[Any, ...]) -> Tensor:
+        mask = [False, True, False]
+        return cast(Tensor, torch.ops.aten.convolution_backward(e, x, weight, None, *geometry, mask)[1])
+
+    few = weight[:, :6].contiguous(memory_format=torch.channels_last)
+    pixels, unstrided = modules._without_stride(x[:, :6], few, geometry)
+    assert unstrided[0] == (1, 1)
+    torch.testing.assert_close(gradient(pixels, few, unstrided), gradient(x, weight, geometry)[:, :6])
+    assert modules._without_stride(x, weight, geometry) == (x, geometry)  # 16 channels
