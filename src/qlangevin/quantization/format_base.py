@@ -121,7 +121,7 @@ class Format(ABC):
 
     @property
     def value_count(self) -> int | None:
-        """How many numbers there are, up to a few; None if that depends on other elements."""
+        """The number of its numbers, up to a few; None if that depends on other elements."""
         return None
 
     def values(self) -> Tensor:
@@ -160,7 +160,7 @@ class Format(ABC):
 
     @property
     def group_size(self) -> int | None:
-        """How many consecutive elements must stay together; None if that depends on the shape."""
+        """The number of consecutive elements that must stay together; None if that depends on the shape."""
         return 1
 
     def block_count(self, shape: torch.Size) -> int:
