@@ -38,19 +38,21 @@ bench: $(VENV)/.ready-bench
 # What a CPU can carry in hours; make reproduce CIFAR10= IMDB= runs the paper's own settings, for which it takes months.
 CIFAR10 = --limit-train 10000 --limit-test 5000 --width 8 --epochs 8 --samples 20 --cycles 2 --seeds 0
 IMDB = --length 48 --hidden 64 --epochs 8 --limit-test 5000 --seeds 0
-COLD = --methods sgldfp sgldlp-f naive-sgldlp-l vc-sgldlp-l --temperature 0.001 --out results/mnist-logistic-cold
+COLD = --methods sgldfp sgldlp-f naive-sgldlp-l vc-sgldlp-l --temperature 0.001
 
 reproduce: $(VENV)/.ready-demo
 	$(VENV)/bin/qlangevin run gaussian --full
 	$(VENV)/bin/qlangevin bound
 	$(VENV)/bin/qlangevin sweep mnist-logistic
 	$(VENV)/bin/qlangevin sweep mnist-mlp
-	$(VENV)/bin/qlangevin sweep mnist-logistic $(COLD)
+	$(VENV)/bin/qlangevin sweep mnist-logistic $(COLD) --out results/mnist-logistic-cold
+	$(VENV)/bin/qlangevin sweep mnist-mlp $(COLD) --out results/mnist-mlp-cold
 	$(VENV)/bin/qlangevin sweep cifar10 $(CIFAR10)
 	$(VENV)/bin/qlangevin sweep imdb $(IMDB)
 	for name in mnist-logistic mnist-mlp cifar10 imdb; do \
 	    $(VENV)/bin/qlangevin report results/$$name --out results/reports/$$name || exit; done
-	$(VENV)/bin/qlangevin report results/mnist-logistic-cold results/mnist-logistic/sgd* --out results/reports/mnist-logistic-cold
+	for name in mnist-logistic mnist-mlp; do \
+	    $(VENV)/bin/qlangevin report results/$$name-cold results/$$name/sgd* --out results/reports/$$name-cold || exit; done
 	$(VENV)/bin/python -m benchmarks.kills --runs 100
 	$(VENV)/bin/python -m benchmarks.fuzz --count 10000
 
