@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -85,7 +86,9 @@ def test_it_compiles(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(not native.available, reason="there may be no compiler")
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # torch's own
-def test_it_compiles_to_machine_code() -> None:
+def test_it_compiles_to_machine_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # PyTorch's cache does not tell instruction sets apart: code compiled under another ATEN_CPU_CAPABILITY would be loaded.
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     model, x, labels = build("mlp")
     ql.lower(model, "bfp8", "bfp8")
     other = copy.deepcopy(model)
