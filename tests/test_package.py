@@ -95,6 +95,7 @@ def run(*command: str | Path, **env: str) -> str:
     return result.stdout
 
 
+@pytest.mark.slow
 def test_import_is_light() -> None:
     heavy = {"arviz", "matplotlib", "pandas", "rich", "scipy", "sklearn", "torchmetrics", "tyro", "xarray"}
     loaded = run(sys.executable, "-W", "ignore", "-c", "import sys, qlangevin; print(*sys.modules)").split()
@@ -135,6 +136,7 @@ def test_wheel_without_compiler_is_complete_and_pure(pure_wheel: Path) -> None:
     assert wanted <= set(files)
 
 
+@pytest.mark.slow
 def test_wheel_without_compiler_works(pure_wheel: Path, tmp_path: Path) -> None:
     zipfile.ZipFile(pure_wheel).extractall(tmp_path)
     program = """

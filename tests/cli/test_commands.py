@@ -44,6 +44,7 @@ def test_short_burn_in_is_said(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     assert "may not have converged" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_json_is_one_object_and_nothing_else(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main([*QUICK, "--json", "--out", str(tmp_path / "figure.pdf")]) == 0
     captured = capsys.readouterr()

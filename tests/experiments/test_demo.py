@@ -67,6 +67,7 @@ def test_the_demo_does_what_is_missing_and_writes_a_page_with_the_lead_picture_f
         assert (tmp_path / "runs" / name / "result.json").stat().st_mtime_ns == before.st_mtime_ns
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick")
 def test_json_is_one_object_and_nothing_else(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

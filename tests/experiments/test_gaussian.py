@@ -41,6 +41,7 @@ def test_histogram_is_the_stationary_law(result: GaussianResult) -> None:
             assert bool(((shares - p).abs() <= 5.5 * error + 2 / SMALL.chains).all())
 
 
+@pytest.mark.slow
 def test_naive_is_wrong_and_corrected_is_right_in_w2() -> None:
     result = gaussian.run_gaussian(GaussianSettings(stepsizes=(1e-3,), chains=4000, seed=2))
     accumulator, naive, corrected = (row.w2 for row in result.rows)

@@ -45,6 +45,7 @@ def test_imagenets_sgld_begins_where_its_sgd_ends(photos: Path, tmp_path: Path) 
     check_result(first, "the first result")
 
 
+@pytest.mark.slow
 def test_imagenet_is_interrupted_in_either_part_and_goes_on(photos: Path, tmp_path: Path) -> None:
     expected = run_experiment(TINY, tmp_path / "whole", photos)
     for after, part in ((3, "begin"), (9, ".")):  # six steps of SGD and their scores come before those of SGLD

@@ -131,6 +131,7 @@ with ql.native.disabled():
 """
 
 
+@pytest.mark.slow
 def test_strided_pointwise_convolutions_stay_within_their_memory_without_avx512() -> None:
     """In plain PyTorch 2.13 this ends in "double free or corruption" or a segmentation fault."""
     variables = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2", "MALLOC_PERTURB_": "7"}

@@ -24,6 +24,7 @@ KINDS = ["plain", "packed", "bfp8", "bfp8/tensor", "fixed8.4", "fp8_e4m3", "pack
 SINGLY = {"lstm", "transformer"}  # torch cannot vmap these
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", CASES)
 def test_the_ways_to_compute_agree(name: str, kind: str, fill: Fill, capfd: pytest.CaptureFixture[str]) -> None:

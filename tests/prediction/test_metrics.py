@@ -143,6 +143,7 @@ def test_classes_are_along_dim_1() -> None:
     assert whole["count"] == 30
 
 
+@pytest.mark.slow
 @given(st.lists(st.integers(0, 60), max_size=6), st.booleans(), st.integers(1, 20))
 def test_batches_equal_the_whole(cuts: list[int], binary: bool, bins: int) -> None:
     p, y = drawn(60, 3)

@@ -50,6 +50,7 @@ def test_the_order_is_a_function_of_seed_and_epoch() -> None:
     assert len({tuple(order) for order in orders.values()}) == len(orders)
 
 
+@pytest.mark.slow
 def test_orders_are_uniform() -> None:
     # 24 orders of 4 examples, 250 times each on average: χ² has 23 degrees of freedom and exceeds 49.7 once in a thousand.
     loader = Loader(Numbers(4), 4)
@@ -169,6 +170,7 @@ def test_the_order_is_not_given(name: str) -> None:
         Loader(Numbers(3), in_order=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dataset", [Stream(), (i for i in range(3))])
 def test_a_stream_has_no_order(dataset: Any) -> None:
     with pytest.raises(TypeError, match=r"examples by index; (Stream|generator) has no order to remember"):

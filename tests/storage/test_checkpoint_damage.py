@@ -45,6 +45,7 @@ def intact(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     return path.read_bytes()
 
 
+@pytest.mark.slow
 def test_a_byte_that_has_changed_is_found(intact: bytes, tmp_path: Path) -> None:
     rng, run = random.Random(0), make("packed")
     header = 8 + struct.unpack("<Q", intact[:8])[0]

@@ -204,6 +204,7 @@ def test_texts_are_on_the_cpu_whatever_the_default_device_is(packed: Path) -> No
         assert x.tolist() == [[2, 3, 5]]
 
 
+@pytest.mark.slow
 @real
 def test_real_imdb() -> None:
     found = load_dataset("imdb")
