@@ -23,7 +23,7 @@ PACKAGE = ROOT / "src" / "qlangevin"
 # Data flows down: the modules of a folder import only from their own folder and from those before it. CONTRIBUTING.md draws
 # this order. "" is the package itself, its public names: what comes after it is built on the library.
 ORDER = [
-    *["_version", "_validate", "_progress", "_select", "_dtensor"],
+    *["_version", "_warnings", "_validate", "_progress", "_select", "_dtensor"],
     *["quantization", "native", "sampling", "lowering", "storage", "prediction", "theory", "distributed"],
     "",
     *["experiments", "cli", "__main__"],

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from . import lowering, native, theory
 from ._version import __version__
+from ._warnings import QLangevinWarning
 from .lowering.layers import Quantize, lower, unlower
 from .prediction.posterior import Posterior
 from .prediction.predictive import Uncertainty
@@ -44,6 +45,7 @@ __all__ = [
     "LinearDecayLR",
     "Loader",
     "Posterior",
+    "QLangevinWarning",
     "QTensor",
     "Quantize",
     "Sample",

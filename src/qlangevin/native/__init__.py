@@ -10,7 +10,6 @@ This module is the CPU's backend (see `quantization.backend`). It checks tensors
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
@@ -19,6 +18,7 @@ from typing import NamedTuple, cast, get_args
 import torch
 from torch import Tensor
 
+from .._warnings import warn
 from ..quantization import backend
 from ..quantization.formats import FP32, Format, KernelGrid
 from ..quantization.operators import Rounding
@@ -36,10 +36,9 @@ available: bool = kernels is not None
 _ROUNDINGS = {name: number for number, name in enumerate(get_args(Rounding))}
 
 if not available:
-    warnings.warn(
+    warn(
         "qlangevin was installed without its compiled kernels: all results are the same, the PyTorch path is slower. "
-        "Install a C++ compiler and reinstall to get them.",
-        stacklevel=2,
+        "Install a C++ compiler and reinstall to get them."
     )
 
 

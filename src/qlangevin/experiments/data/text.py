@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import re
-import warnings
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -20,6 +19,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from ..._progress import progress_bar
+from ..._warnings import warn
 from ...storage.files import DamagedError, map_file, remove_leftovers, sha256, write
 from ...storage.tensor_file import report_damage, tensor_chunks
 from .fetch import cache_folder
@@ -189,7 +189,7 @@ def _save_cache(path: Path, train: Reviews, test: Reviews) -> None:
         remove_leftovers(path.parent)
         write(path, tensor_chunks(tensors, {"sha256": _digest(tensors)}))
     except OSError as error:
-        warnings.warn(f"the words of IMDB could not be cached in {path}: {error}", stacklevel=2)
+        warn(f"the words of IMDB could not be cached in {path}: {error}")
 
 
 def _digest(tensors: Mapping[str, Tensor]) -> str:
