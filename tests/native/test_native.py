@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from qlangevin import Key, corrected, encode, native, parse, quantize
-from qlangevin.quantization import laws, random
+from qlangevin.quantization import laws, operators, random
 from qlangevin.quantization.backend import Kernels, kernels_for
 from qlangevin.quantization.formats import GridKind
 from qlangevin.quantization.operators import Rounding
@@ -118,21 +118,49 @@ def test_the_step_on_codes_is_the_step_on_values(name: str, rounding: Rounding, 
         assert torch.equal(theta.decode(), expected)
 
 
-@pytest.mark.parametrize(
-    "y", [-1.6, -(2.0**-30), 2.0**-30, 1.6, 0.5, -0.5, 7.9999992, -7.9999992, 26.4, -26.4, 0.0, 3.0]
-)
-def test_stochastic_rounding_in_the_kernels_arrangement(y: float) -> None:
-    # The kernels decide between floor and ceiling, the definition between the nearest integer and its neighbours. Uniforms
-    # next to the threshold, and throughout: where the two arrangements might round differently, they do not.
-    ys = torch.tensor(y)
-    near = int(float(ys.abs().frac()) * 2**23)
-    cells = torch.cat(
-        [torch.arange(0, 2**23, 8191), *(c + torch.arange(-40, 41) for c in (0, near, 2**23 - near, 2**23))]
+def test_stochastic_rounding_in_the_kernels_arrangement() -> None:
+    # The kernels ask if h is between 0 and r by the sign of h (h - r), the definition by comparisons: the same for all floats.
+    r = torch.tensor([-0.5, -0.4, -(2.0**-30), -1e-12, 0.0, 1e-38, 2.0**-30, 0.1, 0.49999997]).view(-1, 1)
+    h = torch.cat(
+        (random.centered(Key(0), 10_000), r.view(-1), r.view(-1) * (1 + 2.0**-23), r.view(-1) * (1 - 2.0**-24))
     )
-    u = (cells.clamp(0, 2**23 - 1) + 0.5) * 2.0**-23
-    zero, t, above = torch.zeros(()), ys.trunc(), (ys >= 0).float()
-    expected = laws.settle(ys.expand_as(u), zero, torch.zeros((), dtype=torch.bool), u, zero)
-    assert torch.equal((t - 1) + above + (u >= above - (ys - t)).float(), expected)
+    h = h[(h.abs() >= 2.0**-49) & (h.abs() <= 0.5)].expand(len(r), -1)
+    down, up = laws.pick(*laws.outcomes(r, torch.zeros(())), h)
+    assert torch.equal(h * (h - r) < 0, down | up)
+    assert torch.equal(up & (h < 0), torch.zeros_like(up))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("magnitude", [1.0, 1e-38, 1e37])
+def test_a_mean_and_its_move_in_every_format(name: str, magnitude: float) -> None:
+    generator, format = torch.Generator().manual_seed(1), parse(name)
+    for shape in ((), (5,), (7, 33), (3, 1029)):
+        start = quantize(torch.randn(shape, generator=generator) * magnitude, name)
+        for scale in (1e-9, 1e-3, 1.0):
+            mean = laws.Mean(start, torch.randn(shape, generator=generator) * (scale * magnitude))
+            for v in (0.0, 1e-6, 1e-2, 1.0):
+                variance = torch.tensor(min(v * scale * magnitude**2, 1e36))
+                both_paths_agree(lambda m=mean, v=variance: operators.draw(m, v, format, Key(2, 3, 4)))  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("name", ["bfp8", "bfp4", "bfp2", "bfp3/16", "bfp8/tensor", "bfp8e3"])
+def test_several_at_the_top_of_a_block(name: str) -> None:
+    # Weights on the grid of which many are ±N, and drifts in and out of the block's range: the case that tosses a coin.
+    generator, format = torch.Generator().manual_seed(3), parse(name)
+    top = parse(name).largest_multiple
+    codes = torch.randint(-int(top), int(top) + 1, (64, 37), generator=generator).float()
+    start = quantize(torch.where(torch.rand(64, 37, generator=generator) < 0.1, top * codes.sign(), codes) / 64, name)
+    for scale in (1e-7, 1e-3, 0.1, 0.9):
+        for v in (0.0, 1e-7, 1e-3, 0.1, 0.25, 0.3):
+            mean = laws.Mean(start, torch.randn(64, 37, generator=generator) * (scale / 64))
+            variance = torch.tensor(v / 64**2)
+            both_paths_agree(lambda m=mean, v=variance: operators.draw(m, v, format, Key(5)))  # type: ignore[misc]
+            both_paths_agree(lambda m=mean, v=variance: corrected(m.total, v, name, Key(5)))  # type: ignore[misc]
+        for purpose in (random.ACTIVATION, random.ERROR):
+            x = mean.total
+            both_paths_agree(
+                lambda x=x, p=purpose: operators.quantize_op(x, name, "stochastic", 1, 2, 3, p)  # type: ignore[misc]
+            )
 
 
 def test_tensors_that_the_kernels_would_misread_are_refused() -> None:
@@ -168,7 +196,10 @@ def test_python_and_cpp_number_purposes_roundings_and_grids_alike() -> None:
     kernels = native.kernels
     assert {name.upper(): number for name, number in kernels.PURPOSES.items()} == {
         name: getattr(random, name)
-        for name in ("ROUNDING", "NOISE", "CHOICE", "GRADIENT", "WEIGHT", "LEFTOVER", "ACTIVATION", "ERROR")
+        for name in (
+            *("ROUNDING", "NOISE", "CHOICE", "GRADIENT", "WEIGHT", "LEFTOVER", "ACTIVATION", "ERROR"),
+            *("ACTIVATION_REST", "ERROR_REST", "COIN"),
+        )
     }
     assert list(kernels.ROUNDINGS.items()) == [(name, number) for number, name in enumerate(get_args(Rounding))]
     assert {name.upper(): number for name, number in kernels.GRID_KINDS.items()} == dict(GridKind.__members__)

@@ -256,4 +256,4 @@ def test_the_numbers_of_a_format_can_be_listed_if_elements_stand_alone() -> None
     with pytest.raises(NotImplementedError, match="depend on other elements"):
         parse("bfp8").values()
     with pytest.raises(NotImplementedError, match="no law of its own"):
-        parse("bfp8").law(torch.ones(2), torch.ones(()))
+        parse("bfp8").law(Mean(torch.ones(2), torch.ones(()))

@@ -104,7 +104,8 @@ def test_the_logarithm_keeps_its_digits_at_both_ends() -> None:
 @pytest.mark.parametrize("count", [1, 63, 64, 65, 1000, 1025, 100_003])
 def test_the_kernels_draw_the_same_bits(count: int, every_level: str, threads: int) -> None:
     key = Key(2**64 - 1, 3, 2**40)
-    assert torch.equal(native.draw(key, count, random.ROUNDING, normal=False), random.uniform(key, count))
+    for purpose in (random.ROUNDING, random.ACTIVATION, random.ERROR):
+        assert torch.equal(native.draw(key, count, purpose, normal=False), random.centered(key, count, purpose))
     assert torch.equal(native.draw(key, count, random.NOISE, normal=True), random.normal(key, count))
 
 

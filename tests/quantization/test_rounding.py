@@ -14,6 +14,7 @@ from torch import Tensor
 
 from qlangevin import BlockFloat, FixedPoint, Float, Format, Key, corrected, parse, quantize
 from qlangevin.quantization import laws, rounding
+from qlangevin.quantization.format_base import Draws
 from qlangevin.quantization.operators import Algorithm
 from tests.helpers.strategies import NAMES, formats
 
@@ -30,6 +31,11 @@ def scores(drawn: Tensor, mean: Tensor) -> Tensor:
 def moments(r: Tensor, p_down: Tensor, p_up: Tensor, below: float, above: float) -> tuple[Tensor, Tensor]:
     mean = above * p_up - below * p_down
     return mean, above**2 * p_up + below**2 * p_down - mean**2
+
+
+def exact(mu: Tensor, v: Tensor, format: Format, h: Tensor, xi: Tensor) -> Tensor:
+    """Q^vc for given random numbers; no block here has several coordinates, so that none needs a coin."""
+    return rounding.exact(laws.Mean(mu), v, format, Draws(h, xi, lambda: torch.full_like(h, torch.nan)))
 
 
 # ---- the law of three outcomes, enumerated
@@ -64,16 +70,16 @@ def test_three_outcomes_are_the_papers_categorical() -> None:
     ],
 )
 def test_below_v0_enumerated_moments_are_exact_wherever_v_exceeds_v_s(name: str) -> None:
-    # The uniform runs through all of a fine grid, so means over it are exact to the grid: no chance is involved.
+    # The uniform number runs through all of a fine grid, so means over it are exact to the grid: no chance is involved.
     format, steps = parse(name), 4096
     mu = torch.linspace(-1.95, 1.95, 157, dtype=torch.float64)
-    u = (torch.arange(steps, dtype=torch.float64).view(-1, 1) + 0.5) / steps
+    h = (torch.arange(steps, dtype=torch.float64).view(-1, 1) + 0.5) / steps - 0.5
     xi = torch.zeros(steps, len(mu), dtype=torch.float64)
     rows = mu.expand(steps, -1)
     fixed = isinstance(format, FixedPoint)
     for c in (0.0, 0.05, 0.2, 0.5, 0.8, 1.0):
         v = c * format.gap(mu) ** 2 / 4
-        drawn = rounding.exact(rows, v, format, u.expand_as(rows), xi)
+        drawn = exact(rows, v, format, h.expand_as(rows), xi)
         gap = format.gap(mu) * (1 if fixed else 4)  # the coarsest grid these laws use
         assert ((drawn.mean(0) - mu).abs() <= 3 * gap / steps).all()
         r = (mu / format.gap(mu)).frac().abs()
@@ -93,13 +99,13 @@ def test_above_v0_moments_are_exact_by_quadrature(name: str) -> None:
     format, nodes, levels = parse(name), 256, 1024
     quantiles = torch.special.ndtri((torch.arange(nodes, dtype=torch.float64) + 0.5) / nodes)
     quantiles *= quantiles.square().mean().rsqrt()
-    u = (torch.arange(levels, dtype=torch.float64) + 0.5) / levels
-    u, xi = u.repeat(nodes).view(-1, 1), quantiles.repeat_interleave(levels).view(-1, 1)
+    h = (torch.arange(levels, dtype=torch.float64) + 0.5) / levels - 0.5
+    h, xi = h.repeat(nodes).view(-1, 1), quantiles.repeat_interleave(levels).view(-1, 1)
     for value in (0.0, 0.31, 0.96, 1.003, -1.7):
-        mu = torch.full_like(u, value)
+        mu = torch.full_like(h, value)
         for c in (1.001, 1.5, 6.0, 100.0):
             v = c * format.gap(mu[:1])[0, 0] ** 2 / 4
-            drawn = rounding.exact(mu, v, format, u, xi)
+            drawn = exact(mu, v, format, h, xi)
             assert abs(float(drawn.mean()) - value) < 0.01 * float(v.sqrt())
             assert float((drawn - value).square().mean() / v) == pytest.approx(1, abs=0.01)
 

@@ -27,8 +27,9 @@ from torch.distributions import Normal
 
 from .. import theory
 from ..distributed.ranks import ALONE, Ranks, agree, gather
-from ..quantization import random
+from ..quantization import operators, random
 from ..quantization.formats import FP32, Format, parse
+from ..quantization.laws import Mean
 from ..quantization.operators import corrected, quantize
 from ..quantization.random import Key
 
@@ -52,12 +53,13 @@ def sgldlp_f(theta: Tensor, alpha: float, variance: Tensor, format: Format, key:
 
 def naive_sgldlp_l(theta: Tensor, alpha: float, variance: Tensor, format: Format, key: Key) -> Tensor:
     """Step naive SGLDLP-L: θ' = Q^s(θ - αθ + √(2α) ξ)."""
-    return quantize(corrected(theta - alpha * theta, variance, FP32, key), format, "stochastic", key)
+    move = corrected(-alpha * theta, variance, FP32, key)
+    return operators.draw(Mean(theta, move), torch.zeros(()), format, key)
 
 
 def vc_sgldlp_l(theta: Tensor, alpha: float, variance: Tensor, format: Format, key: Key) -> Tensor:
     """Step VC SGLDLP-L: θ' = Q^vc(θ - αθ, 2α)."""
-    return corrected(theta - alpha * theta, variance, format, key)
+    return operators.draw(Mean(theta, -alpha * theta), variance, format, key)
 
 
 METHODS: dict[str, Step] = {"SGLDLP-F": sgldlp_f, "naive SGLDLP-L": naive_sgldlp_l, "VC SGLDLP-L": vc_sgldlp_l}

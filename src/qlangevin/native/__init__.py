@@ -83,21 +83,21 @@ def grid(format: Format | None, shape: torch.Size) -> kernels.Grid:
 
 def quantize(
     x: Tensor, format: Format, rounding_: str, key: Key, purpose: int, variance: Tensor | None = None,
-    out: Tensor | None = None, positive: Tensor | None = None,
+    out: Tensor | None = None, positive: Tensor | None = None, move: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Return Q(x) of a contiguous float32 tensor, written to ``out`` if given, which may be x itself.
+    """Return Q(x) of a contiguous float32 tensor, or Q(x + move), written to ``out`` if given, which may be x itself.
 
     Where ``positive``, int8 codes, is zero or less, the result is zero.
     """
     out = torch.empty_like(x) if out is None else out
     scalar = float(variance) if variance is not None and variance.dim() == 0 else 0.0
     variances = variance if variance is not None and variance.dim() else None
-    _require(torch.float32, x.shape, x, out, variances)
+    _require(torch.float32, x.shape, x, out, variances, move)
     _require(torch.int8, x.shape, positive)
     kernels.quantize(
         x=x.data_ptr(), out=out.data_ptr(), numel=x.numel(), grid=grid(format, x.shape), rounding=_ROUNDINGS[rounding_],
         seed=key.seed, stream=key.stream, step=key.step, purpose=purpose, variance=scalar, variances=_address(variances),
-        positive=_address(positive), threads=torch.get_num_threads(),
+        positive=_address(positive), move=_address(move), threads=torch.get_num_threads(),
     )  # fmt: skip
     return out
 
@@ -117,7 +117,7 @@ def quantize_with_codes(
 
 
 def draw(key: Key, count: int, purpose: int, normal: bool) -> Tensor:
-    """Return `random.normal` or `random.uniform`, drawn by the kernels."""
+    """Return `random.normal` or `random.centered`, drawn by the kernels."""
     out = torch.empty(count, dtype=torch.float32)
     kernels.draw(
         out=out.data_ptr(), numel=count, normal=normal, seed=key.seed, stream=key.stream, step=key.step, purpose=purpose,

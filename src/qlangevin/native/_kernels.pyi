@@ -55,6 +55,7 @@ def quantize(
     variance: float = 0.0,
     variances: int = 0,
     positive: int = 0,
+    move: int = 0,
     codes: int = 0,
     exponents: int = 0,
     code_bytes: int = 0,

@@ -10,9 +10,11 @@ using namespace qlangevin;
 // The random numbers of one purpose, a window at a time: blocks begin anywhere, counters at multiples of a tile.
 class Bits {
   public:
-    Bits(const Source &source, uint32_t purpose, bool normal, int64_t end)
-        : source_(source), purpose_(purpose), end_(end), tile_(is_narrow(purpose) ? kNarrowTile : kTile),
-          tiles_(normal ? normal_tiles : is_narrow(purpose) ? narrow_tiles : uniform_tiles) {}
+    enum Kind { kCentered, kNormal, kRest };
+    Bits(const Source &source, uint32_t purpose, Kind kind, int64_t end)
+        : source_(source), purpose_(purpose), end_(end), narrow_(purpose == kActivation || purpose == kError),
+          tile_(narrow_ ? kNarrowTile : kTile),
+          tiles_(kind == kNormal ? normal_tiles : kind == kRest ? rest_tiles : narrow_ ? narrow_tiles : centered_tiles) {}
 
     // Returns the numbers of element `at` and of those after it; lowers `count` to how many are in the window.
     const float *take(int64_t at, int64_t &count) {
@@ -27,20 +29,47 @@ class Bits {
         return window_ + (at - from_);
     }
 
-    // Returns the number of one element.
+    // Returns the number of one element, with all its digits.
     float one(int64_t at) const {
-        if (at >= from_ && at < to_) return window_[at - from_];
         float tile[kNarrowTile];
-        tiles_(source_, purpose_, uint64_t(at / tile_), 1, tile);
-        return tile[at % tile_];
+        const bool here = at >= from_ && at < to_;
+        if (!here) tiles_(source_, purpose_, uint64_t(at / tile_), 1, tile);
+        const float h = here ? window_[at - from_] : tile[at % tile_];
+        if (!narrow_) return h;
+        rest_tiles(source_, rest_purpose(), uint64_t(at / kTile), 1, tile);
+        return refine(all(h), all(tile[at % kTile]))[0];
+    }
+
+    // Activations and errors: h has 16 of its bits, and where these do not tell on which side of r it lies, it gets the others.
+    bool narrow() const { return narrow_; }
+    uint32_t rest_purpose() const { return purpose_ + (kActivationRest - kActivation); }
+    const Source &source() const { return source_; }
+    int64_t end() const { return end_; }
+
+    F sharpen(F h, F r, int64_t at, int64_t count) const {
+        const I open = magnitude(h - r) <= 0x1p-17f;  // half the width of the interval that h stands for
+        return any(open) ? sharpened(h, open, at, count) : h;
+    }
+
+    // ±(k + 1/2) 2^-16 and a rest to ±(k + rest) 2^-16.
+    static F refine(F h, F rest) {
+        const F size = (magnitude(h) * 0x1p16f - 0.5f + rest) * 0x1p-16f;
+        return (F)((U)size | ((U)h & 0x80000000u));
     }
 
   private:
-    static bool is_narrow(uint32_t purpose) { return purpose == kActivation || purpose == kError; }
+    __attribute__((noinline)) F sharpened(F h, I open, int64_t at, int64_t count) const {
+        for (int l = 0; l < count; ++l)
+            if (open[l]) h[l] = one(at + l);
+        return h;
+    }
+
     static constexpr int64_t kWindow = 1024;  // 4 KiB: two of these and the data stay in the first-level cache
     const Source &source_;
     const uint32_t purpose_;
-    const int64_t end_, tile_;
+    const int64_t end_;
+    const bool narrow_;
+    const int64_t tile_;
     void (*const tiles_)(const Source &, uint32_t, uint64_t, int, float *);
     int64_t from_ = 0, to_ = 0;
     alignas(64) float window_[kWindow];
@@ -62,16 +91,24 @@ struct Each {
     Each operator+(int64_t i) const { return {values + i}; }
 };
 
-// Calls body(i, part, u, xi) for n elements that begin at index `at` of the tensor, a vector at a time.
+// Calls body(i, part, h, xi) for n elements that begin at index `at` of the tensor, a vector at a time.
 template <class Body>
-inline __attribute__((always_inline)) void with_bits(int64_t at, int64_t n, Bits &uniform, Bits *normal, const Body &body) {
+inline __attribute__((always_inline)) void with_bits(int64_t at, int64_t n, Bits &centered, Bits *normal, const Body &body) {
     for (int64_t i = 0, count; i < n; i += count) {
         count = n - i;
-        const float *u = uniform.take(at + i, count);
-        const float *xi = normal ? normal->take(at + i, count) : u;  // not used if there is no Gaussian part
-        lanes(count, [=](int64_t j, auto part) { body(i + j, part, part.load(u + j), part.load(xi + j)); });
+        const float *h = centered.take(at + i, count);
+        const float *xi = normal ? normal->take(at + i, count) : h;  // not used if there is no Gaussian part
+        lanes(count, [=](int64_t j, auto part) { body(i + j, part, part.load(h + j), part.load(xi + j)); });
     }
 }
+
+// Q^s on the integers; ``more`` has further bits of h, or is null if h has them all. `at` is the index of the first lane.
+template <class P>
+inline F draw_stochastic(const Nearest &near, F h, const Bits *more, int64_t at, P part) {
+    return settle_stochastic(near, more ? more->sharpen(h, near.r, at, part.count) : h);
+}
+
+inline const Bits *more_bits(const Bits &bits) { return bits.narrow() ? &bits : nullptr; }
 
 // ---- fixed point. Loops capture by value, so that the compiler knows that stores do not change what they captured.
 
@@ -89,41 +126,45 @@ struct Constant {
     static constexpr bool value = kValue;
 };
 
-template <class Draw>
-inline void plainly(const float *x, int64_t n, const Gap &g, const Draw &draw) {
-    const float most = largest(x, n);
-    if (g.lift == 1.0f && most * g.inverse < kFar) draw(Constant<true>{});
+template <class M, class Draw>
+inline void plainly(M mu, int64_t n, const Gap &g, const Draw &draw) {
+    if (g.lift == 1.0f && mu.extent(n).part * g.inverse < kFar) draw(Constant<true>{});
     else draw(Constant<false>{});
 }
 
-void stochastic_fixed(const float *x, float *out, int64_t at, int64_t n, const Grid &grid, Bits &uniform) {
+template <bool kPlain, class M, class P>
+inline void store_fixed(float *out, int64_t i, P part, F code, const Gap &g, float low, float high, M mu) {
+    part.store(out + i, kPlain ? onto(code, all(g.gap), low, high) : onto(code, all(g.gap), low, high, mu.total(i, part)));
+}
+
+template <class M>
+void stochastic_fixed(M x, float *out, int64_t at, int64_t n, const Grid &grid, Bits &centered) {
     const Gap g(grid.min_gap);
-    plainly(x, n, g, [&, low = grid.low, high = grid.high](auto plain) {
-        with_bits(at, n, uniform, nullptr, [=](int64_t i, auto part, F u, F) {
-            const F from = part.load(x + i), code = settle_stochastic(plain.value ? from * g.inverse : g.of(from), u);
-            part.store(out + i, plain.value ? onto(code, all(g.gap), low, high) : onto(code, all(g.gap), low, high, from));
+    plainly(x, n, g, [&, low = grid.low, high = grid.high, more = more_bits(centered)](auto plain) {
+        with_bits(at, n, centered, nullptr, [=](int64_t i, auto part, F h, F) {
+            const Nearest near(x.template in<plain.value>(g, i, part));
+            store_fixed<plain.value>(out, i, part, draw_stochastic(near, h, more, at + i, part), g, low, high, x);
         });
     });
 }
 
-template <class V>
-void corrected_fixed(const float *mu, V v, float *out, int64_t at, int64_t n, const Grid &grid, Bits &uniform, Bits &normal) {
+template <class M, class V>
+void corrected_fixed(M mu, V v, float *out, int64_t at, int64_t n, const Grid &grid, Bits &centered, Bits &normal) {
     const Gap g(grid.min_gap);
     const bool noisy = g.variance_of(all(v.greatest(n)))[0] > 0.25f;
     plainly(mu, n, g, [&, low = grid.low, high = grid.high](auto plain) {
-        const auto store = [=](int64_t i, auto part, F code, F from) {
-            part.store(out + i, plain.value ? onto(code, all(g.gap), low, high) : onto(code, all(g.gap), low, high, from));
-        };
         if (!noisy)
-            with_bits(at, n, uniform, nullptr, [=](int64_t i, auto part, F u, F) {
-                const F from = part.load(mu + i), y = plain.value ? from * g.inverse : g.of(from);
-                store(i, part, settle_discrete(y, g.variance_of(v.at(i, part)), u), from);
+            with_bits(at, n, centered, nullptr, [=](int64_t i, auto part, F h, F) {
+                const Nearest near(mu.template in<plain.value>(g, i, part));
+                const F code = settle_quiet(near, g.variance_of(v.at(i, part)), h);
+                store_fixed<plain.value>(out, i, part, code, g, low, high, mu);
             });
         else
-            with_bits(at, n, uniform, &normal, [=](int64_t i, auto part, F u, F xi) {
-                const F from = part.load(mu + i), y = plain.value ? from * g.inverse : g.of(from);
+            with_bits(at, n, centered, &normal, [=](int64_t i, auto part, F h, F xi) {
+                const Point p = M::divided(mu.template in<plain.value>(g, i, part));
                 const F s = g.variance_of(v.at(i, part));
-                store(i, part, V::kSame ? settle_gaussian(y, s, u, xi) : settle(y, s, s > 0.25f, u, xi), from);
+                const F code = V::kSame ? settle_gaussian(p, s, h, xi) : settle(p, s, s > 0.25f, h, xi);
+                store_fixed<plain.value>(out, i, part, code, g, low, high, mu);
             });
     });
 }
@@ -139,30 +180,32 @@ void nearest_float(const float *x, float *out, int64_t n, const Grid &grid) {
     });
 }
 
-template <bool kTiny>
-void stochastic_float(const float *x, float *out, int64_t at, int64_t n, const Grid &grid, Bits &uniform) {
-    with_bits(at, n, uniform, nullptr, [=, grid = grid](int64_t i, auto part, F u, F) {
-        const F from = part.load(x + i);
-        const Gaps<kTiny> g(float_gap<kTiny>(from, grid));
-        part.store(out + i, onto(settle_stochastic(g.of(from), u) * g.gap, g.down, grid.low, grid.high, from));
+template <bool kTiny, class M>
+void stochastic_float(M x, float *out, int64_t at, int64_t n, const Grid &grid, Bits &centered) {
+    with_bits(at, n, centered, nullptr, [=, grid = grid, more = more_bits(centered)](int64_t i, auto part, F h, F) {
+        const F total = x.total(i, part);
+        const Gaps<kTiny> g(float_gap<kTiny>(total, grid));
+        const Nearest near(x.template in<false>(g, i, part));
+        part.store(out + i, onto(draw_stochastic(near, h, more, at + i, part) * g.gap, g.down, grid.low, grid.high, total));
     });
 }
 
-template <bool kTiny, class V>
-void corrected_float(const float *mu, V v, float *out, int64_t at, int64_t n, const Grid &grid, Bits &uniform, Bits &normal) {
+template <bool kTiny, class M, class V>
+void corrected_float(M mu, V v, float *out, int64_t at, int64_t n, const Grid &grid, Bits &centered, Bits &normal) {
     const float fit = float(kSlack / (double(grid.top) - 1.5));
-    with_bits(at, n, uniform, &normal, [=, grid = grid](int64_t i, auto part, F u, F xi) {
-        const F from = part.load(mu + i), variance = v.at(i, part), sigma = root(variance);
-        const F room = lesser(sigma, (magnitude(from) + sigma * kNormalBound) * fit);
-        const I e = lesser(greater(float_gap<kTiny>(from, grid), ceil_log2(room)), I{} + grid.max_gap);
+    with_bits(at, n, centered, &normal, [=, grid = grid](int64_t i, auto part, F h, F xi) {
+        const F total = mu.total(i, part), variance = v.at(i, part), sigma = root(variance);
+        const F room = lesser(sigma, (magnitude(total) + sigma * kNormalBound) * fit);
+        const I e = lesser(greater(float_gap<kTiny>(total, grid), ceil_log2(room)), I{} + grid.max_gap);
         const Gaps<kTiny> g(e);
-        const F y = g.of(from), s = g.variance_of(variance);
-        const I gaussian = (s > 0.25f) & (reaches(y, s) <= grid.top);
-        const I twice = ~gaussian & ~feasible(y, s, grid.top) & (e < grid.max_gap);
-        const F half = twice ? all(0.5f) : all(1.0f);
-        const F narrow = settle_wide(y * half, s * (half * half), u, grid.top) / half;
-        const F code = gaussian ? settle(y, s, gaussian, u, xi) : narrow;
-        part.store(out + i, onto(code * g.gap, g.down, grid.low, grid.high, from));
+        const Point p = M::divided(mu.template in<false>(g, i, part));
+        const F s = g.variance_of(variance);
+        const I gaussian = (s > 0.25f) & (reaches(p.y(), s) <= grid.top);
+        const I twice = ~gaussian & ~feasible(Nearest(p), s, grid.top) & (e < grid.max_gap);
+        const Gaps<kTiny> wide(e - twice);  // a mask is -1
+        const F three = settle_wide(mu.template in<false>(wide, i, part), wide.variance_of(variance), h, grid.top);
+        const F code = gaussian ? settle_gaussian(p, s, h, xi) * g.gap : three * wide.gap;
+        part.store(out + i, onto(code, gaussian ? g.down : wide.down, grid.low, grid.high, total));
     });
 }
 

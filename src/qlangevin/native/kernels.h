@@ -21,7 +21,9 @@ struct Source {
     uint32_t key0, key1, step0, step1;
 };
 // These are numbers of quantization/random.py and of `Rounding` in quantization/operators.py; a test compares them.
-enum Purpose : uint32_t { kRounding, kNoise, kChoice, kGradient, kWeight, kLeftover, kActivation, kError };
+enum Purpose : uint32_t {
+    kRounding, kNoise, kChoice, kGradient, kWeight, kLeftover, kActivation, kError, kActivationRest, kErrorRest, kCoin
+};
 enum Rounding : int32_t { kNearest, kStochastic, kCorrected };
 
 // Codes of a QTensor: integers of `bytes` bytes, and for blocks one exponent E each (the gap is 2^(E - shift)).
@@ -33,6 +35,7 @@ struct Codes {
 
 struct Quantize {
     const float *x;
+    const float *move;  // if not null: x + move is rounded, a sum that is never rounded to float first; not with kNearest
     float *out;
     Grid grid;
     Source source;
@@ -44,7 +47,7 @@ struct Quantize {
     Codes codes;             // of the result, if not null
 };
 
-// One tensor of an SGLD step: theta' = Q(theta - lr (Q_G(g) + wd theta), variance). Addresses of what is absent are null.
+// One tensor of an SGLD step: theta' = Q(theta + drift, variance), drift = -lr (Q_G(g) + wd theta). Addresses of what is absent are null.
 struct Step {
     float *theta;  // numbers, or null if `codes` hold them
     Codes codes;

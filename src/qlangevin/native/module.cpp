@@ -84,10 +84,11 @@ Source source(uint64_t seed, uint64_t stream, uint64_t step) {
 // ---- the functions Python calls; tensors come as addresses, 0 for none
 
 bool quantize(uint64_t x, uint64_t out, int64_t numel, const Grid &grid, int rounding, uint64_t seed, uint64_t stream,
-              uint64_t step, uint32_t purpose, float variance, uint64_t variances, uint64_t positive, uint64_t codes,
+              uint64_t step, uint32_t purpose, float variance, uint64_t variances, uint64_t positive, uint64_t move, uint64_t codes,
               uint64_t exponents, int code_bytes, int threads) {
     Quantize job{};
     job.x = pointer<const float>(x);
+    job.move = pointer<const float>(move);
     job.out = pointer<float>(out);
     job.grid = grid;
     job.source = source(seed, stream, step);
@@ -215,7 +216,7 @@ NB_MODULE(_kernels, m) {
     m.def("level", [] { return std::string(kernels->name); });
     m.def("use_level", &use_level);
     m.def("quantize", &quantize, nb::kw_only(), "x"_a, "out"_a, "numel"_a, "grid"_a, "rounding"_a, "seed"_a, "stream"_a, "step"_a,
-          "purpose"_a, "variance"_a = 0.0f, "variances"_a = 0, "positive"_a = 0, "codes"_a = 0, "exponents"_a = 0,
+          "purpose"_a, "variance"_a = 0.0f, "variances"_a = 0, "positive"_a = 0, "move"_a = 0, "codes"_a = 0, "exponents"_a = 0,
           "code_bytes"_a = 0, "threads"_a);
     m.def("sgld", &sgld, "steps"_a, nb::kw_only(), "rounding"_a, "lr"_a, "weight_decay"_a, "variance"_a, "maximize"_a, "threads"_a);
     m.def("encode", &encode, nb::kw_only(), "values"_a, "codes"_a, "exponents"_a, "code_bytes"_a, "numel"_a, "grid"_a, "threads"_a);
@@ -237,6 +238,9 @@ NB_MODULE(_kernels, m) {
     purposes["leftover"] = int(kLeftover);
     purposes["activation"] = int(kActivation);
     purposes["error"] = int(kError);
+    purposes["activation_rest"] = int(kActivationRest);
+    purposes["error_rest"] = int(kErrorRest);
+    purposes["coin"] = int(kCoin);
     roundings["nearest"] = int(kNearest);
     roundings["stochastic"] = int(kStochastic);
     roundings["corrected"] = int(kCorrected);

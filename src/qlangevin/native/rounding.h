@@ -25,69 +25,100 @@ inline F onto(F n, F gap, float low, float high, F x) {
     return x == x ? value : x;
 }
 
+// A number in gaps, whole + rest: an integer, and a rest that keeps its digits beside it. Where it is not split, all of it is rest.
+struct Point {
+    F whole, rest;
+    F y() const { return whole + rest; }
+};
+
+inline Point split(F y) { return {whole(y), y - whole(y)}; }
+
+// The integer nearest to a point, and what the point has beyond it.
+struct Nearest {
+    F n, r;
+    explicit Nearest(const Point &p) {
+        const F offset = nearest_integer(p.rest);
+        n = p.whole + offset, r = p.rest - offset;
+    }
+};
+
+// -1 where x is negative, else 1.
+inline F sign_of(F x) { return (F)(((U)x & 0x80000000u) | (U)all(1.0f)); }
+
+// Masks that have these probabilities for h, uniform between -1/2 and 1/2; what is beyond 1/2 is at the other end.
+inline I picks(F p, F h) { return ((h > 0.0f) & (h < p)) | (h < p - 1.0f); }
+
 // n moved by one, up with probability p_up, down with probability p_down.
-inline F moved(F n, F p_down, F p_up, F u) {
-    const I up = u >= 1.0f - p_up;
-    return n + one_where(up) - one_where((u < p_down) & ~up);
+inline F moved(F n, F p_down, F p_up, F h) {
+    const I up = picks(p_up, h), down = picks(p_down, -h);
+    return n + (one_where(up) - one_where(down & ~up));
 }
 
-// Stochastic rounding of y: the law of `settle` with nothing to add. Whichever neighbour is the nearest, the upper one is
-// taken if u >= 1 - f for y = t + f > 0, and if u >= -f for y = t + f < 0, where t is y without its fraction f.
-inline F settle_stochastic(F y, F u) {
-    const F t = whole(y), above = one_where(y >= 0.0f);
-    return (t - 1.0f) + above + one_where(u >= above - (y - t));
+// Stochastic rounding: `settle` with nothing to add. The neighbour on the other side of n + r is taken if h is between 0 and r.
+inline F settle_stochastic(const Nearest &at, F h) {
+    return at.n + (F)((h * (h - at.r) < 0.0f) & (I)sign_of(h));
 }
 
 // n + r with variance s, or what stochastic rounding has if that is more.
-inline F spread(F n, F r, F s, F u) {
-    const F side = magnitude(r);
+inline F spread(const Nearest &at, F s, F h) {
+    const F side = magnitude(at.r);
     const F extra = lesser(positive(s - side * (1.0f - side)), 1.0f - side) * 0.5f;
-    return moved(n, positive(-r) + extra, positive(r) + extra, u);
+    return moved(at.n, positive(-at.r) + extra, positive(at.r) + extra, h);
 }
 
 // Q^vc on the integers, both neighbours one away: three outcomes; or Gaussian noise first; or either, lane by lane.
-inline F settle_discrete(F y, F s, F u) {
-    const F n = nearest_integer(y);
-    return spread(n, y - n, s, u);
+inline F settle_discrete(const Point &p, F s, F h) { return spread(Nearest(p), s, h); }
+
+// The same for s <= 1/4: (s - |r| (1 - |r|)) is at most 1 - |r|, and neither probability exceeds 1/2.
+inline F settle_quiet(const Nearest &at, F s, F h) {
+    const F side = magnitude(at.r), extra = positive(s - side * (1.0f - side)) * 0.5f;
+    const I up = (h > 0.0f) & (h < positive(at.r) + extra), down = (h < 0.0f) & (-h < positive(-at.r) + extra);
+    return at.n + (one_where(up) - one_where(down));
 }
 
-// (1/4 - |r| (1 - |r|) lies between 0 and 1 - |r|: what `spread` bounds needs no bounds here.)
-inline F settle_gaussian(F y, F s, F u, F xi) {
-    const F start = whole(y), x = (y - start) + root(positive(s - 0.25f)) * xi, offset = nearest_integer(x);
-    const F r = x - offset, side = magnitude(r), extra = (0.25f - side * (1.0f - side)) * 0.5f;
-    const I up = u >= 1.0f - (positive(r) + extra), down = u < positive(-r) + extra;  // together at most 1/2
-    return start + offset + one_where(up) - one_where(down);
+inline F settle_gaussian(const Point &p, F s, F h, F xi) {
+    return settle_quiet(Nearest({p.whole, p.rest + root(positive(s - 0.25f)) * xi}), all(0.25f), h);
 }
 
-inline F settle(F y, F s, I gaussian, F u, F xi) {
-    return gaussian ? settle_gaussian(y, s, u, xi) : settle_discrete(y, s, u);
+inline F settle(const Point &p, F s, I gaussian, F h, F xi) {
+    return gaussian ? settle_gaussian(p, s, h, xi) : settle_discrete(p, s, h);
 }
+
+// Probabilities of n - below and n + above, with mean n + r and variance s: `outcomes` of laws.py.
+struct Outcomes {
+    F below, above, down, up;
+    Outcomes(F r, F s, F below_, F above_) : below(below_), above(above_) {
+        const F plus = positive(r), minus = positive(-r);
+        const F least = plus * (above - plus) + minus * (below - minus);
+        const F room = (1.0f - plus / above - minus / below) * (below * above);
+        const F extra = lesser(positive(s - least), room);
+        up = plus / above + extra / (above * (below + above));
+        down = minus / below + extra / (below * (below + above));
+    }
+};
 
 // The same without Gaussian part where the neighbour of ±wide_at on the far side is two away.
-inline F settle_wide(F y, F s, F u, float wide_at) {
-    const F n = nearest_integer(y), r = y - n, up = positive(r), down = positive(-r);
-    const F above = n == wide_at ? all(2.0f) : all(1.0f), below = n == -wide_at ? all(2.0f) : all(1.0f);
-    const F least = up * (above - up) + down * (below - down);
-    const F room = (1.0f - up / above - down / below) * (below * above);
-    const F extra = lesser(positive(s - least), room);
-    const F p_up = up / above + extra / (above * (below + above));
-    const F p_down = down / below + extra / (below * (below + above));
-    return n + (u >= 1.0f - p_up ? above : u < p_down ? -below : F{});
+inline F settle_wide(const Point &p, F s, F h, float wide_at) {
+    const Nearest at(p);
+    const F above = at.n == wide_at ? all(2.0f) : all(1.0f), below = at.n == -wide_at ? all(2.0f) : all(1.0f);
+    const Outcomes o(at.r, s, below, above);
+    return at.n + (picks(o.up, h) ? above : picks(o.down, -h) ? -below : F{});
 }
 
 inline F reaches(F y, F s) { return magnitude(y) + root(s) * kNormalBound + 1.5f; }
 
-inline I feasible(F y, F s, float wide_at) {
-    const F n = nearest_integer(y), r = (y - n) * (n < 0.0f ? all(-1.0f) : all(1.0f));
-    return s <= (1.0f + r) * (1.0f + (magnitude(n) == wide_at ? all(1.0f) : F{}) - r);
+inline I feasible(const Nearest &at, F s, float wide_at) {
+    const F r = at.r * (at.n < 0.0f ? all(-1.0f) : all(1.0f));
+    return s <= (1.0f + r) * (1.0f + (magnitude(at.n) == wide_at ? all(1.0f) : F{}) - r);
 }
 
-// True if the law around y may leave the codes -top .. top.
-inline I risky(F y, F s, float top) {
-    const F n = nearest_integer(y), r = magnitude(y - n);
-    const I gaussian = (s > 0.25f) & (reaches(y, s) <= top);
-    const I outward = (magnitude(y) > magnitude(n)) | (s > r * (1.0f - r));
-    return ~gaussian & ~(feasible(y, s, kFar) & (magnitude(n) + (outward ? all(1.0f) : F{}) <= top));
+// True if the law around a point may leave the codes -top .. top.
+inline I risky(const Point &p, F s, float top) {
+    const Nearest at(p);
+    const F side = magnitude(at.r);
+    const I gaussian = (s > 0.25f) & (reaches(p.y(), s) <= top);
+    const I outward = (at.r * at.n > 0.0f) | (s > side * (1.0f - side));
+    return ~gaussian & ~(feasible(at, s, kFar) & (magnitude(at.n) + (outward ? all(1.0f) : F{}) <= top));
 }
 
 // ---- exponents
@@ -157,6 +188,52 @@ inline float largest(const float *x, int64_t n) {
     for (int l = 0; l < kWidth; ++l) one = most[l] > one ? most[l] : one;
     return as_float(uint32_t(one));
 }
+
+// ---- means: `Mean` of laws.py. A weight and its drift, or one number.
+
+// The largest |total| and the largest |start| or |move|; a NaN anywhere is the largest.
+struct Extent {
+    float total, part;
+};
+
+struct Whole {
+    const float *start;
+    template <class P> F total(int64_t i, P part) const { return part.load(start + i); }
+    // kPlain: no NaN, nothing so far out that it needs bounding, no subnormal gaps.
+    template <bool kPlain, class G, class P> Point in(const G &g, int64_t i, P part) const {
+        const F x = part.load(start + i);
+        return {F{}, kPlain ? x * g.inverse : g.of(x)};
+    }
+    static Point divided(const Point &p) { return split(p.rest); }
+    Extent extent(int64_t n) const {
+        const float most = largest(start, n);
+        return {most, most};
+    }
+    Whole operator+(int64_t i) const { return {start + i}; }
+};
+
+struct Moved {
+    const float *start, *move;
+    template <class P> F total(int64_t i, P part) const { return part.load(start + i) + part.load(move + i); }
+    template <bool kPlain, class G, class P> Point in(const G &g, int64_t i, P part) const {
+        const F x = part.load(start + i), by = part.load(move + i);
+        const F y = kPlain ? x * g.inverse : g.of(x), n = whole(y);
+        return {n, (y - n) + (kPlain ? by * g.inverse : g.of(by))};
+    }
+    static Point divided(const Point &p) { return p; }
+    Extent extent(int64_t n) const {
+        I most = {}, parts = {};
+        lanes(n, [&, *this](int64_t i, auto part) {
+            const F x = part.load(start + i), by = part.load(move + i);
+            most = greater(most, (I)magnitude(x + by));
+            parts = greater(parts, greater((I)magnitude(x), (I)magnitude(by)));
+        });
+        int32_t one = 0, two = 0;
+        for (int l = 0; l < kWidth; ++l) one = most[l] > one ? most[l] : one, two = parts[l] > two ? parts[l] : two;
+        return {as_float(uint32_t(one)), as_float(uint32_t(two))};
+    }
+    Moved operator+(int64_t i) const { return {start + i, move + i}; }
+};
 
 // ---- blocks: calls block(start, length) for every one of the lines in 0 .. n
 template <class Block>

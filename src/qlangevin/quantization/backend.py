@@ -22,9 +22,12 @@ class Kernels(Protocol):
 
     def quantize(
         self, x: Tensor, format: Format, rounding_: str, key: Key, purpose: int, variance: Tensor | None = None,
-        out: Tensor | None = None, positive: Tensor | None = None,
+        out: Tensor | None = None, positive: Tensor | None = None, move: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """Return Q(x), written to ``out`` if given, which may be x; zero where ``positive``, int8 codes, is zero or less."""
+        """Return Q(x), or Q(x + move), written to ``out`` if given, which may be x.
+
+        It is zero where ``positive``, int8 codes, is zero or less. The sum is a `Mean`, which is not rounded first.
+        """
 
     def sgld(self, *args: Any, **kwargs: Any) -> None:
         """Step several tensors of an SGLD sampler, in place, in one call; `native.sgld` names the arguments."""

@@ -14,6 +14,7 @@ from torch import Tensor
 from .block_rounding import BlockGrid, draw_blocks
 from .format_base import (
     FLOAT32_MIN_EXPONENT,
+    Draws,
     Format,
     GridKind,
     KernelGrid,
@@ -24,6 +25,7 @@ from .format_base import (
     on_grid,
     power_of_two,
 )
+from .laws import Mean
 
 __all__ = ["BlockFloat"]
 
@@ -175,11 +177,16 @@ class BlockFloat(Format):
         limits = (self.min_gap_exponent, self.max_gap_exponent, float(self.top), self.low, self.high)
         return KernelGrid(GridKind.BLOCK, self.bits - 2, *limits, *self.layout(shape))
 
-    def draw(self, mu: Tensor, v: Tensor, u: Tensor, xi: Tensor) -> Tensor:
-        variance = v.expand_as(mu) if v.dim() else v
-        rows = [self.blocks(t) if t.dim() else t for t in (mu, variance, u, xi)]
-        grid = BlockGrid(self.gap_exponent(rows[0]), self.max_gap_exponent, self.top)
-        return self.unblocks(draw_blocks(grid, *rows), mu.shape)
+    def draw(self, mu: Mean, v: Tensor, draws: Draws) -> Tensor:
+        def rows(t: Tensor) -> Tensor:
+            return self.blocks(t) if t.dim() else t
+
+        mean, shape = mu.map(self.blocks), mu.start.shape
+        grid = BlockGrid(self.gap_exponent(mean.total), self.max_gap_exponent, self.top)
+        variance = rows(v.expand(shape) if v.dim() else v)
+        return self.unblocks(
+            draw_blocks(grid, mean, variance, rows(draws.h), rows(draws.xi), lambda: rows(draws.coins())), shape
+        )
 
     # ---- codes
 

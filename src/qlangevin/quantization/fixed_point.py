@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .format_base import Format, GridKind, KernelGrid, all_within, bits_in_storage, check_field
-from .laws import Law
+from .laws import Law, Mean
 
 __all__ = ["FixedPoint"]
 
@@ -79,8 +79,8 @@ class FixedPoint(Format):
         exponent = self.min_gap_exponent
         return KernelGrid(GridKind.FIXED, min_gap=exponent, max_gap=exponent, low=self.low, high=self.high)
 
-    def law(self, mu: Tensor, v: Tensor) -> Law:
-        return Law.on(mu, v, mu.new_tensor(self.step))
+    def law(self, mu: Mean, v: Tensor) -> Law:
+        return Law.on(mu, v, mu.start.new_tensor(self.step))
 
     def encode(self, values: Tensor) -> tuple[Tensor, Tensor]:
         return (values / self.step).to(self.code_dtype), values.new_empty(0, dtype=torch.int8)

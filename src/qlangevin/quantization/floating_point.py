@@ -21,7 +21,7 @@ from .format_base import (
     check_field,
     power_of_two,
 )
-from .laws import SLACK, Law, feasible
+from .laws import SLACK, Law, Mean, feasible
 from .random import NORMAL_BOUND, root
 
 __all__ = ["BF16", "FP8_E4M3", "FP8_E5M2", "FP16", "FP32", "Float"]
@@ -158,16 +158,16 @@ class Float(Format):
         limits = (self.min_gap_exponent, self.max_gap_exponent, float(self.top), self.low, self.high)
         return KernelGrid(GridKind.FLOAT, self.man, *limits)
 
-    def law(self, mu: Tensor, v: Tensor) -> Law:
+    def law(self, mu: Mean, v: Tensor) -> Law:
         """Return the law on the least gap >= Δ(μ) on which it stays below ``top``: up to there its multiples are floats."""
-        sigma, top = root(v), self.top
-        room = torch.minimum(sigma, (mu.abs() + sigma * NORMAL_BOUND) * (SLACK / (top - 1.5)))
-        exponent = torch.maximum(self.gap_exponent(mu), ceil_log2(room)).clamp_max(self.max_gap_exponent)
-        law = Law.on(mu, v, power_of_two(exponent, mu.dtype), top)
+        sigma, top, total = root(v), self.top, mu.total
+        room = torch.minimum(sigma, (total.abs() + sigma * NORMAL_BOUND) * (SLACK / (top - 1.5)))
+        exponent = torch.maximum(self.gap_exponent(total), ceil_log2(room)).clamp_max(self.max_gap_exponent)
+        law = Law.on(mu, v, power_of_two(exponent, total.dtype), top)
         # Without room for Gaussian noise three outcomes must do; where even they are too narrow, twice the gap is enough.
-        double = ~law.gaussian & ~feasible(law.y, law.s, top) & (exponent < self.max_gap_exponent)
-        scale = torch.where(double, 0.5, 1.0)
-        return Law(law.gap / scale, law.y * scale, law.s * (scale * scale), law.gaussian, top)
+        double = ~law.gaussian & ~feasible(*law.point.nearest(), law.s, top) & (exponent < self.max_gap_exponent)
+        wider = Law.on(mu, v, law.gap * torch.where(double, 2.0, 1.0))
+        return wider._replace(gaussian=law.gaussian, wide_at=top)
 
     def encode(self, values: Tensor) -> tuple[Tensor, Tensor]:
         none = values.new_empty(0, dtype=torch.int8)

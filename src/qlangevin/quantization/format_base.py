@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import numbers
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import IntEnum
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .laws import FAR, Law
+from .laws import FAR, Law, Mean
 
-__all__ = ["Format", "GridKind", "KernelGrid", "binade", "ceil_log2", "power_of_two"]
+__all__ = ["Draws", "Format", "GridKind", "KernelGrid", "binade", "ceil_log2", "power_of_two"]
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
 FLOAT32_MIN_EXPONENT = -149  # 2^-149 is the least positive float32
@@ -41,6 +41,14 @@ class KernelGrid(NamedTuple):
     high: float = 0.0
     line: int = 1  # the elements of a tensor, in order, are lines of this length, ...
     size: int = 1  # ... each cut into blocks of this size, the last shorter
+
+
+class Draws(NamedTuple):
+    """Random numbers of a draw, like its tensor: h centered uniform, ξ normal; ``coins`` makes more h, which blocks may need."""
+
+    h: Tensor
+    xi: Tensor
+    coins: Callable[[], Tensor]
 
 
 class Format(ABC):
@@ -134,13 +142,13 @@ class Format(ABC):
 
     # ---- rounding
 
-    def law(self, mu: Tensor, v: Tensor) -> Law:
+    def law(self, mu: Mean, v: Tensor) -> Law:
         """Return the law of Q^vc(μ, v), on gaps that are settled before the noise is drawn."""
         raise NotImplementedError(f"an element of {self} has no law of its own: it depends on the others of its block")
 
-    def draw(self, mu: Tensor, v: Tensor, u: Tensor, xi: Tensor) -> Tensor:
-        """Return Q^vc(μ, v), not yet clipped, for uniform numbers u and normal numbers ξ; v is a scalar or like μ."""
-        return self.law(mu, v).draw(u, xi)
+    def draw(self, mu: Mean, v: Tensor, draws: Draws) -> Tensor:
+        """Return Q^vc(μ, v), not yet clipped; v is a scalar or like μ."""
+        return self.law(mu, v).draw(draws.h, draws.xi)
 
     # ---- codes
 

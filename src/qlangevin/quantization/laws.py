@@ -10,10 +10,15 @@ from n to each neighbour (see `outcomes`). So
                 v >  v_0: first add Gaussian noise of variance v - v_0, then reach exactly v_0
 
 has the mean and variance of Algorithm 2 in fewer random numbers, and Q^s(μ) = Q^vc(μ, 0).
+
+Digits. A step moves a weight θ, a large integer of gaps, by a drift that can be a billionth of a gap; their sum in float32 would
+lose it. So a mean is a pair (`Mean`), in gaps an integer and a rest (`Point`), and the random numbers h that are compared with
+probabilities have all their digits near zero (`random.centered`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -21,7 +26,7 @@ from torch import Tensor
 
 from .random import NORMAL_BOUND, root
 
-__all__ = ["Law", "feasible", "in_gaps", "nearest_integer", "outcomes", "reaches", "settle"]
+__all__ = ["Law", "Mean", "Point", "feasible", "in_gaps", "nearest_integer", "outcomes", "pick", "reaches", "settle"]
 
 V0 = 0.25  # v_0 = Δ²/4 in squared gaps, the largest variance of stochastic rounding
 FAR = 2.0**30  # in gaps: further out than any code, near enough to compute with
@@ -29,11 +34,54 @@ WIDE = 2.0**54  # in squared gaps: the variance of noise that reaches nearly as 
 SLACK = 1 + 2.0**-20  # covers the rounding of float32 where a bound has to hold strictly
 
 
+class Mean(NamedTuple):
+    """A mean μ = start + move: where a weight is, and its drift; without a drift the move is None."""
+
+    start: Tensor
+    move: Tensor | None = None
+
+    @property
+    def total(self) -> Tensor:
+        """μ, rounded: near enough to choose a gap."""
+        return self.start if self.move is None else self.start + self.move
+
+    def map(self, f: Callable[[Tensor], Tensor]) -> Mean:
+        """Return the mean with a function applied to both parts."""
+        return Mean(f(self.start), None if self.move is None else f(self.move))
+
+
+class Point(NamedTuple):
+    """A number in gaps, y = whole + rest: an integer, and a rest that keeps its digits beside it."""
+
+    whole: Tensor
+    rest: Tensor
+
+    @property
+    def y(self) -> Tensor:
+        """The number itself, rounded."""
+        return self.whole + self.rest
+
+    def nearest(self) -> tuple[Tensor, Tensor]:
+        """Return (n, r): the nearest integer, and y - n with all its digits."""
+        offset = nearest_integer(self.rest)
+        return self.whole + offset, self.rest - offset
+
+
 def nearest_integer(x: Tensor) -> Tensor:
     """Return the nearest integer, half away from zero: trunc(x), and one more where the rest is at least a half."""
     integer = x.trunc()
     rest = x - integer
     return integer + (rest + rest).trunc()
+
+
+def in_gaps(mu: Mean, v: Tensor, gap: Tensor) -> tuple[Point, Tensor]:
+    """Return mean and variance in units of the gap; infinities become finite."""
+    y = (mu.start / gap).clamp(-FAR, FAR)
+    whole = y.trunc()
+    rest = y - whole  # exactly
+    if mu.move is not None:
+        rest = rest + (mu.move / gap).clamp(-FAR, FAR)
+    return Point(whole, rest), (v / gap / gap).clamp_max(WIDE)
 
 
 def outcomes(r: Tensor, s: Tensor, below: Tensor | float = 1.0, above: Tensor | float = 1.0) -> tuple[Tensor, Tensor]:
@@ -49,24 +97,27 @@ def outcomes(r: Tensor, s: Tensor, below: Tensor | float = 1.0, above: Tensor | 
     return down / below + extra / (below * (below + above)), up / above + extra / (above * (below + above))
 
 
-def settle(y: Tensor, s: Tensor, gaussian: Tensor, u: Tensor, xi: Tensor, wide_at: float = FAR) -> Tensor:
+def pick(p_down: Tensor, p_up: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+    """Return masks (down, up) that have these probabilities for h uniform between -1/2 and 1/2.
+
+    Up where 0 < h < p_up, down where 0 < -h < p_down; what a probability has beyond 1/2 is at the other end.
+    """
+    up = ((h > 0) & (h < p_up)) | (h < p_up - 1)
+    down = ((h < 0) & (-h < p_down)) | (-h < p_down - 1)
+    return down, up
+
+
+def settle(point: Point, s: Tensor, gaussian: Tensor, h: Tensor, xi: Tensor, wide_at: float = FAR) -> Tensor:
     """Draw Q^vc on the integers: lines 3-9 of Algorithm 2 where ``gaussian``, lines 10-20 in three outcomes elsewhere.
 
     At ±wide_at the grid changes: the neighbour further from zero is two away.
     """
-    start = y.trunc()  # y = start + rest exactly, so that the noise meets a small number and keeps its digits
     noise = torch.where(gaussian, root((s - V0).clamp_min(0)), 0) * xi
-    x = (y - start) + noise  # line 4: x <- μ + sqrt(v - v_0) ξ
-    offset = nearest_integer(x)
-    n, r = start + offset, x - offset  # line 5: r <- x - Q^d(x)
-    above, below = 1.0 + (n == wide_at).to(y.dtype), 1.0 + (n == -wide_at).to(y.dtype)
+    n, r = Point(point.whole, point.rest + noise).nearest()  # lines 4 and 5: x <- μ + sqrt(v - v_0) ξ, r <- x - Q^d(x)
+    above, below = 1.0 + (n == wide_at).to(n.dtype), 1.0 + (n == -wide_at).to(n.dtype)
     p_down, p_up = outcomes(r, torch.where(gaussian, V0, s), below, above)  # lines 7 and 15, sign(r) included
-    return n + torch.where(u >= 1 - p_up, above, torch.where(u < p_down, -below, 0))  # lines 9 and 16
-
-
-def in_gaps(mu: Tensor, v: Tensor, gap: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (y, s), value and variance in units of the gap; infinities become finite."""
-    return (mu / gap).clamp(-FAR, FAR), (v / gap / gap).clamp_max(WIDE)
+    down, up = pick(p_down, p_up, h)
+    return n + torch.where(up, above, torch.where(down, -below, 0))  # lines 9 and 16
 
 
 def reaches(y: Tensor, s: Tensor) -> Tensor:
@@ -74,29 +125,28 @@ def reaches(y: Tensor, s: Tensor) -> Tensor:
     return y.abs() + root(s) * NORMAL_BOUND + 1.5
 
 
-def feasible(y: Tensor, s: Tensor, wide_at: float = FAR) -> Tensor:
-    """Return a mask: True where three outcomes around y can have the variance s."""
-    n = nearest_integer(y)
-    r = (y - n) * torch.where(n < 0, -1.0, 1.0)  # away from zero is up
-    return s <= (1 + r) * (1 + (n.abs() == wide_at).to(y.dtype) - r)
+def feasible(n: Tensor, r: Tensor, s: Tensor, wide_at: float = FAR) -> Tensor:
+    """Return a mask: True where three outcomes around n + r, n the nearest integer, can have the variance s."""
+    outwards = r * torch.where(n < 0, -1.0, 1.0)  # away from zero is up
+    return s <= (1 + outwards) * (1 + (n.abs() == wide_at).to(r.dtype) - outwards)
 
 
 class Law(NamedTuple):
-    """Law of Q^vc for every coordinate of a tensor on a given gap: a draw is `settle` (y, s) times the gap."""
+    """Law of Q^vc for every coordinate of a tensor on a given gap: a draw is `settle` (point, s) times the gap."""
 
     gap: Tensor  # Δ
-    y: Tensor  # μ/Δ
+    point: Point  # μ/Δ
     s: Tensor  # v/Δ²
     gaussian: Tensor  # True where Gaussian noise is added (line 3 of Algorithm 2)
     wide_at: float = FAR  # the integer beyond which the grid has every second integer only
 
     @classmethod
-    def on(cls, mu: Tensor, v: Tensor, gap: Tensor, top: float | None = None) -> Law:
+    def on(cls, mu: Mean, v: Tensor, gap: Tensor, top: float | None = None) -> Law:
         """Return the law on a gap; Gaussian noise is added only where no outcome exceeds ``top`` gaps."""
-        y, s = in_gaps(mu, v, gap)
+        point, s = in_gaps(mu, v, gap)
         gaussian = s > V0
-        return cls(gap, y, s, gaussian if top is None else gaussian & (reaches(y, s) <= top))
+        return cls(gap, point, s, gaussian if top is None else gaussian & (reaches(point.y, s) <= top))
 
-    def draw(self, u: Tensor, xi: Tensor) -> Tensor:
-        """Return the outcome for uniform numbers u and normal numbers ξ."""
-        return settle(self.y, self.s, self.gaussian, u, xi, self.wide_at) * self.gap
+    def draw(self, h: Tensor, xi: Tensor) -> Tensor:
+        """Return the outcome for centered numbers h and normal numbers ξ."""
+        return settle(self.point, self.s, self.gaussian, h, xi, self.wide_at) * self.gap

@@ -18,6 +18,7 @@ from .._validate import check_choice
 from . import formats, random, rounding
 from .backend import kernels_for
 from .formats import Format, parse
+from .laws import Mean
 from .random import Key
 
 __all__ = ["Algorithm", "Rounding", "corrected", "quantize"]
@@ -98,6 +99,20 @@ def corrected_op(
     if kernels is None or algorithm == "paper":
         return rounding.corrected_values(values, v, parsed, algorithm, key).to(mu.dtype)
     return kernels.quantize(values, parsed, "corrected", key, random.ROUNDING, v).to(mu.dtype)
+
+
+def draw(mu: Mean, variance: Tensor, format: Format, key: Key, algorithm: Algorithm = "exact") -> Tensor:
+    """Return Q^vc(μ, v), or Q^s(μ) for v = 0, of contiguous float32 or float64 tensors.
+
+    Not an operator: code that a compiler traces must not call it.
+    """
+    if format == formats.FP32 and not bool(variance.any()):
+        return mu.total
+    kernels = kernels_for(mu.start)
+    if kernels is None or algorithm == "paper":
+        return rounding.corrected_values(mu, variance, format, algorithm, key)
+    start, move = mu.start.contiguous(), None if mu.move is None else mu.move.contiguous()
+    return kernels.quantize(start, format, "corrected", key, random.ROUNDING, variance, move=move)
 
 
 def check_variance(variance: Tensor, mu: Tensor, dtype: torch.dtype) -> Tensor:

@@ -22,15 +22,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["NORMAL_BOUND", "Key", "normal", "philox", "uniform", "words"]
+__all__ = ["NORMAL_BOUND", "Key", "centered", "normal", "philox", "uniform", "words"]
 
 ROUNDS = 7
 WORD = 0xFFFFFFFF
 LANES, TILE = 16, 64
 
 # Purposes of a draw: one element of one step may need several independent numbers. Kernels have the same numbers.
-ROUNDING, NOISE, CHOICE, GRADIENT, WEIGHT, LEFTOVER, ACTIVATION, ERROR = range(8)
-NARROW = (ACTIVATION, ERROR)  # these are drawn most often, and 16 random bits each suffice; see `uniform`
+ROUNDING, NOISE, CHOICE, GRADIENT, WEIGHT, LEFTOVER, ACTIVATION, ERROR, ACTIVATION_REST, ERROR_REST, COIN = range(11)
+# Activations and errors are drawn most often. 16 random bits decide nearly all of them; those that follow are a purpose of
+# their own, so that kernels need not draw them elsewhere.
+NARROW = {ACTIVATION: ACTIVATION_REST, ERROR: ERROR_REST}
 STREAM = 255  # deriving another stream
 
 # |normal| never exceeds this: the least uniform is 2^-32. The exact block algorithms rely on it for headroom.
@@ -96,15 +98,26 @@ def words(key: Key, count: int, purpose: int = ROUNDING, device: torch.device | 
 
 
 def uniform(key: Key, count: int, purpose: int = ROUNDING, device: torch.device | str | None = None) -> Tensor:
-    """Return float32 numbers between 0 and 1: the middles of 2^23 equal cells, so that u and 1 - u have the same law.
-
-    Activations and errors have 2^16 cells: two numbers from a word, those of 64 words' low halves first.
-    """
-    if purpose in NARROW:
-        drawn = words(key, -(-count // (2 * TILE)) * TILE, purpose, device).view(-1, TILE)
-        halves = torch.stack((drawn & 0xFFFF, drawn >> 16), 1).view(-1)[:count]
-        return halves.to(torch.float32) * 2.0**-16 + 2.0**-17
+    """Return float32 numbers between 0 and 1: the middles of 2^23 equal cells, so that u and 1 - u have the same law."""
     return (words(key, count, purpose, device) >> 9).to(torch.float32) * 2.0**-23 + 2.0**-24
+
+
+def centered(key: Key, count: int, purpose: int = ROUNDING, device: torch.device | str | None = None) -> Tensor:
+    """Return float32 numbers h, uniform between -1/2 and 1/2, with all their digits near zero.
+
+    So P(0 < h < p) is p for the smallest p: up to the rounding of float32 there, and to 2^-33. A word is a sign (its lowest bit)
+    and 31 bits k of h = ±(k + 1/2) 2^-32. Activations and errors have two numbers in a word, those of 64 words' low halves
+    first, each a sign and 15 bits; 32 more are from a purpose of their own: h = ±(k + (k' + 1/2) 2^-32) 2^-16.
+    """
+    if purpose not in NARROW:
+        drawn = words(key, count, purpose, device)
+        size = ((drawn >> 1).to(torch.float32) + 0.5) * 2.0**-32
+        return torch.where(drawn & 1 == 1, -size, size)
+    halves = words(key, -(-count // (2 * TILE)) * TILE, purpose, device).view(-1, TILE)
+    drawn = torch.stack((halves & 0xFFFF, halves >> 16), 1).view(-1)[:count]
+    rest = (words(key, count, NARROW[purpose], device).to(torch.float32) + 0.5) * 2.0**-32
+    size = ((drawn >> 1).to(torch.float32) + rest) * 2.0**-16
+    return torch.where(drawn & 1 == 1, -size, size)
 
 
 # Minimax fits on the intervals used below; see `_negative_log` and `normal`.

@@ -10,12 +10,15 @@ the one that begins with "input"; lines that end a loop or a case count too.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from . import random
+from .format_base import Draws
 from .formats import FP32, Format
-from .laws import nearest_integer, settle
+from .laws import Mean, in_gaps, nearest_integer, settle
 from .random import Key, root
 
 __all__ = ["as_printed", "corrected_values", "exact", "nearest", "quantize_values", "stochastic"]
@@ -27,19 +30,26 @@ def nearest(x: Tensor, format: Format) -> Tensor:
     return clip(nearest_integer((x / gap).clamp(-limit, limit)) * gap, format)
 
 
-def stochastic(x: Tensor, format: Format, u: Tensor) -> Tensor:
-    """Return Q^s(x), up or down with probabilities that keep the mean; u are uniform random numbers."""
-    zero = x.new_zeros(())
-    return exact(x, zero, format, u, zero)
+def stochastic(x: Tensor | Mean, format: Format, key: Key, purpose: int = random.ROUNDING) -> Tensor:
+    """Return Q^s(x), up or down with probabilities that keep the mean."""
+    mean = x if isinstance(x, Mean) else Mean(x)
+    zero = mean.start.new_zeros(())
+    return exact(mean, zero, format, Draws(_centered(key, mean.start, purpose), zero, _coins(key, mean.start)))
 
 
-def exact(mu: Tensor, v: Tensor, format: Format, u: Tensor, xi: Tensor) -> Tensor:
+def exact(mu: Mean, v: Tensor, format: Format, draws: Draws) -> Tensor:
     """Return Q^vc with mean μ and variance max(v, v_s), on a grid that is settled before the noise is drawn."""
-    if mu.numel() == 0:
-        return mu.clone()
-    if mu.dim() == 0:
-        return exact(mu.view(1), v, format, u.view(1), xi.view(1)).view(())
-    return clip(format.draw(mu, v, u, xi), format)
+    shape = mu.start.shape
+    if shape.numel() == 0:
+        return mu.start.clone()
+    if len(shape) == 0:
+        return exact(mu.map(_flat), v, format, Draws(_flat(draws.h), _flat(draws.xi), draws.coins)).view(())
+    drawn = clip(format.draw(mu, v, draws), format)
+    return drawn if mu.move is None else torch.where(mu.total.isnan(), torch.nan, drawn)  # of two infinities, say
+
+
+def _flat(t: Tensor) -> Tensor:
+    return t.reshape(-1)
 
 
 def as_printed(mu: Tensor, v: Tensor, format: Format, key: Key) -> Tensor:
@@ -53,9 +63,9 @@ def as_printed(mu: Tensor, v: Tensor, format: Format, key: Key) -> Tensor:
     v0 = gap * gap / 4  # line 2
     choice = _uniform(key, mu, random.CHOICE)
     with_noise = _printed_with_noise(mu, v, v0, format, choice, _normal(key, mu))
-    on_the_grid = _printed_on_the_grid(mu, v, gap, choice, _uniform(key, mu))
+    on_the_grid = _printed_on_the_grid(mu, v, gap, choice, _centered(key, mu))
     theta = clip(torch.where(v > v0, with_noise, on_the_grid), format)  # lines 3 and 22 of Algorithm 2
-    return stochastic(theta, format, _uniform(key, mu, random.LEFTOVER))
+    return stochastic(theta, format, key, random.LEFTOVER)
 
 
 def _printed_with_noise(mu: Tensor, v: Tensor, v0: Tensor, format: Format, choice: Tensor, xi: Tensor) -> Tensor:
@@ -68,10 +78,10 @@ def _printed_with_noise(mu: Tensor, v: Tensor, v0: Tensor, format: Format, choic
     return qd + r.sign() * c  # line 9; line 11 of Algorithm 5
 
 
-def _printed_on_the_grid(mu: Tensor, v: Tensor, gap: Tensor, choice: Tensor, u: Tensor) -> Tensor:
+def _printed_on_the_grid(mu: Tensor, v: Tensor, gap: Tensor, choice: Tensor, h: Tensor) -> Tensor:
     """Return θ of lines 11-20 of Algorithm 2, line 13 of Algorithm 5."""
     zero, never = mu.new_zeros(()), torch.zeros((), dtype=torch.bool, device=mu.device)
-    qs = settle(mu / gap, zero, never, u, zero) * gap
+    qs = settle(in_gaps(Mean(mu), zero, gap)[0], zero, never, h, zero) * gap
     r = mu - qs  # line 11
     vs = (1 - r.abs() / gap) * r * r + r.abs() / gap * (-r + r.sign() * gap) ** 2  # line 13
     c = categorical(torch.zeros_like(r), v - vs, gap, choice)  # line 15
@@ -94,20 +104,31 @@ def quantize_values(x: Tensor, format: Format, rounding: str, key: Key, purpose:
     """Return Q^d(x) or Q^s(x) of a float32 or float64 tensor, random bits from the key."""
     if format == FP32 and x.dtype == torch.float32:
         return x.clone()
-    return nearest(x, format) if rounding == "nearest" else stochastic(x, format, _uniform(key, x, purpose))
+    return nearest(x, format) if rounding == "nearest" else stochastic(x, format, key, purpose)
 
 
-def corrected_values(mu: Tensor, v: Tensor, format: Format, algorithm: str, key: Key) -> Tensor:
+def corrected_values(mu: Tensor | Mean, v: Tensor, format: Format, algorithm: str, key: Key) -> Tensor:
     """Return Q^vc(μ, v) of a float32 or float64 tensor, random bits from the key."""
+    mean = mu if isinstance(mu, Mean) else Mean(mu)
+    start = mean.start
     if format == FP32:  # the arithmetic's own precision: nothing to correct
-        return quantize_values(mu + root(v) * _normal(key, mu), format, "nearest", key)
+        noise = root(v) * _normal(key, start)
+        return quantize_values(start + (noise if mean.move is None else mean.move + noise), format, "nearest", key)
     if algorithm == "paper":
-        return as_printed(mu, v, format, key)
-    return exact(mu, v, format, _uniform(key, mu), _normal(key, mu))
+        return as_printed(mean.total, v, format, key)
+    return exact(mean, v, format, Draws(_centered(key, start), _normal(key, start), _coins(key, start)))
 
 
 def _uniform(key: Key, like: Tensor, purpose: int = random.ROUNDING) -> Tensor:
     return random.uniform(key, like.numel(), purpose, like.device).to(like.dtype).view(like.shape)
+
+
+def _centered(key: Key, like: Tensor, purpose: int = random.ROUNDING) -> Tensor:
+    return random.centered(key, like.numel(), purpose, like.device).to(like.dtype).view(like.shape)
+
+
+def _coins(key: Key, like: Tensor) -> Callable[[], Tensor]:
+    return lambda: _centered(key, like, random.COIN)
 
 
 def _normal(key: Key, like: Tensor) -> Tensor:

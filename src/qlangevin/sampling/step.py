@@ -22,6 +22,7 @@ from .._validate import check_choice, check_number
 from ..native import TensorStep
 from ..quantization import operators, random
 from ..quantization.formats import BF16, FLOAT32_MAX, FP16, FP32, parse
+from ..quantization.laws import Mean
 from ..quantization.operators import Algorithm, Rounding
 from ..quantization.qtensor import QTensor, decoded
 from ..quantization.random import Key
@@ -154,10 +155,12 @@ def update(theta: Tensor, gradient: Tensor, settings: StepSettings, format: str 
 
     With learning rate lr, weight decay λ, noise variance v and standard normal ξ
 
-        μ  = θ - lr (Q_G(∇loss) + λ θ)
-        θ' = Q^vc(μ, v)             rounding="corrected"    VC SGLDLP-L, Algorithms 1 and 4
-             Q^s(μ + sqrt(v) ξ)     rounding="stochastic"   naive SGLDLP-L
-             Q^d(μ + sqrt(v) ξ)     rounding="nearest"
+        δ  = -lr (Q_G(∇loss) + λ θ)
+        θ' = Q^vc(θ + δ, v)             rounding="corrected"    VC SGLDLP-L, Algorithms 1 and 4
+             Q^s(θ + (δ + sqrt(v) ξ))   rounding="stochastic"   naive SGLDLP-L
+             Q^d(θ + (δ + sqrt(v) ξ))   rounding="nearest"
+
+    The drift δ is never added to θ in float32 before θ is rounded: there it would lose its digits, or all of itself.
     """
     if gradient.shape != theta.shape:
         raise ValueError(f"the gradient must have theta's shape, {tuple(theta.shape)}, got {tuple(gradient.shape)}")
@@ -165,14 +168,16 @@ def update(theta: Tensor, gradient: Tensor, settings: StepSettings, format: str 
     theta, gradient = decoded(theta).to(dtype), gradient.to(dtype)
     g = quantize_for(random.GRADIENT, gradient, settings.gradients, "stochastic", key)
     g = -g if settings.maximize else g
-    mu = theta - settings.lr * (g + settings.weight_decay * theta)
+    drift = -settings.lr * (g + settings.weight_decay * theta)
+    variance = torch.full((), settings.variance, dtype=dtype, device=theta.device)
     if settings.rounding == "corrected" and format is not None:
-        return operators.corrected(mu, settings.variance, format, key, settings.algorithm)
+        return operators.draw(Mean(theta, drift), variance, parse(format), key, settings.algorithm)
     if settings.variance > 0:
-        variance = torch.full((), settings.variance, dtype=dtype, device=mu.device)
-        xi = random.normal(key, mu.numel(), device=mu.device).to(dtype).view(mu.shape)
-        mu = mu + random.root(variance) * xi
-    return quantize_for(random.ROUNDING, mu, format, settings.noise_free_rounding, key)
+        xi = random.normal(key, theta.numel(), device=theta.device).to(dtype).view(theta.shape)
+        drift = drift + random.root(variance) * xi
+    if format is None or settings.rounding == "nearest":
+        return quantize_for(random.ROUNDING, theta + drift, format, "nearest", key)
+    return operators.draw(Mean(theta, drift), torch.zeros_like(variance), parse(format), key)
 
 
 def step_tensors(tensors: Sequence[TensorStep], settings: StepSettings) -> None:

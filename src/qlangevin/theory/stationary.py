@@ -25,7 +25,7 @@ from torch.distributions import Distribution, Normal
 
 from .._validate import check_choice
 from ..quantization.formats import Format, parse
-from ..quantization.laws import V0, Law, nearest_integer, outcomes
+from ..quantization.laws import V0, Law, Mean, outcomes
 
 __all__ = ["Method", "Stationary", "Target", "grid", "stationary", "wasserstein2"]
 
@@ -144,14 +144,14 @@ def _stochastic_rows(mu: Tensor, v: float, points: Tensor, format: Format) -> Te
 
 def _corrected_rows(mu: Tensor, v: float, points: Tensor, format: Format) -> Tensor:
     """P(θ') of `rounding.exact`: three outcomes around μ, or three around each x ~ N(μ, v - Δ²/4)."""
-    law = format.law(mu, torch.full_like(mu, v))
+    law = format.law(Mean(mu), torch.full_like(mu, v))
     gap = law.gap.expand_as(mu)
     parts = [_three_outcomes(law)]
     if bool(law.gaussian.any()):
         first = int((points[0] / gap).min().floor().clamp_min(-law.wide_at))
         last = int((points[-1] / gap).max().ceil().clamp_max(law.wide_at))
         codes = torch.arange(first, last + 1, dtype=mu.dtype)
-        many = _gaussian_codes(law.y, (law.s - V0).clamp_min(1e-18).sqrt(), codes)
+        many = _gaussian_codes(law.point.y, (law.s - V0).clamp_min(1e-18).sqrt(), codes)
         parts.append((codes, torch.where(law.gaussian[:, None], many, 0)))
     rows = mu.new_zeros(len(mu), len(points))
     for codes, probabilities in parts:
@@ -162,9 +162,9 @@ def _corrected_rows(mu: Tensor, v: float, points: Tensor, format: Format) -> Ten
 
 def _three_outcomes(law: Law) -> tuple[Tensor, Tensor]:
     """Return three codes for each row and their probabilities, zero where Gaussian noise is added."""
-    n = nearest_integer(law.y)
+    n, r = law.point.nearest()
     below, above = 1.0 + (n == -law.wide_at).to(n.dtype), 1.0 + (n == law.wide_at).to(n.dtype)
-    down, up = outcomes(law.y - n, law.s, below, above)
+    down, up = outcomes(r, law.s, below, above)
     probabilities = torch.where(law.gaussian[:, None], 0, torch.stack((down, 1 - down - up, up), 1))
     return torch.stack((n - below, n, n + above), 1), probabilities
 
