@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from qlangevin import BF16, FP8_E4M3, FP8_E5M2, FP16, FP32, BlockFloat, FixedPoint, Float, Format, parse, quantize
 from qlangevin.quantization.formats import check_holds
+from qlangevin.quantization.laws import Mean
 from tests.helpers.strategies import NAMES, formats
 
 
@@ -256,4 +257,4 @@ def test_the_numbers_of_a_format_can_be_listed_if_elements_stand_alone() -> None
     with pytest.raises(NotImplementedError, match="depend on other elements"):
         parse("bfp8").values()
     with pytest.raises(NotImplementedError, match="no law of its own"):
-        parse("bfp8").law(Mean(torch.ones(2), torch.ones(()))
+        parse("bfp8").law(Mean(torch.ones(2)), torch.ones(()))

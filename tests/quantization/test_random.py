@@ -113,3 +113,23 @@ def test_the_kernels_draw_the_same_bits(count: int, every_level: str, threads: i
 def test_a_key_is_made_of_64_bit_integers(arguments: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="must be an integer between 0"):
         Key(*arguments)
+
+
+def test_centered_numbers_have_their_digits_near_zero() -> None:
+    # P(0 < h < p) is p: h = ±(k + 1/2) 2^-32 for the 31 bits k of a word, to the rounding of float32.
+    drawn = random.words(Key(3), 1 << 16)
+    h = random.centered(Key(3), 1 << 16).double()
+    exact = ((drawn >> 1).double() + 0.5) * 2.0**-32 * (1 - 2 * (drawn & 1)).double()
+    assert torch.allclose(h, exact, rtol=2.0**-24, atol=0)
+    assert bool((h.abs() <= 0.5).all())
+    assert float(h.abs().min()) < 2.0**-15
+
+
+@pytest.mark.parametrize("purpose", [random.ACTIVATION, random.ERROR])
+def test_narrow_numbers_have_sixteen_bits_and_then_the_rest(purpose: int) -> None:
+    count = 1 << 14
+    h, rest = random.centered(Key(3), count, purpose).double(), random.words(Key(3), count, random.NARROW[purpose])
+    halves = random.words(Key(3), count // 2, purpose).view(-1, 1, random.TILE)
+    first = torch.cat((halves & 0xFFFF, halves >> 16), 1).view(-1)
+    exact = ((first >> 1).double() + (rest.double() + 0.5) * 2.0**-32) * 2.0**-16 * (1 - 2 * (first & 1)).double()
+    assert torch.allclose(h, exact, rtol=2.0**-23, atol=0)
