@@ -134,11 +134,11 @@ def test_stochastic_rounding_in_the_kernels_arrangement() -> None:
 @pytest.mark.parametrize("magnitude", [1.0, 1e-38, 1e37])
 def test_a_mean_and_its_move_in_every_format(name: str, magnitude: float) -> None:
     generator, format = torch.Generator().manual_seed(1), parse(name)
-    for shape in ((), (5,), (7, 33), (3, 1029)):
+    for shape, scales in (((), [1e-3]), ((5,), [1e-3]), ((7, 133), [1e-9, 1e-3, 1.0])):
         start = quantize(torch.randn(shape, generator=generator) * magnitude, name)
-        for scale in (1e-9, 1e-3, 1.0):
+        for scale in scales:
             mean = laws.Mean(start, torch.randn(shape, generator=generator) * (scale * magnitude))
-            for v in (0.0, 1e-6, 1e-2, 1.0):
+            for v in (0.0, 1e-6, 1.0):
                 variance = torch.tensor(min(v * scale * magnitude**2, 1e36))
                 both_paths_agree(lambda m=mean, v=variance: operators.draw(m, v, format, Key(2, 3, 4)))  # type: ignore[misc]
 
@@ -150,8 +150,8 @@ def test_several_at_the_top_of_a_block(name: str) -> None:
     top = parse(name).largest_multiple
     codes = torch.randint(-int(top), int(top) + 1, (64, 37), generator=generator).float()
     start = quantize(torch.where(torch.rand(64, 37, generator=generator) < 0.1, top * codes.sign(), codes) / 64, name)
-    for scale in (1e-7, 1e-3, 0.1, 0.9):
-        for v in (0.0, 1e-7, 1e-3, 0.1, 0.25, 0.3):
+    for scale in (1e-7, 1e-2, 0.9):
+        for v in (0.0, 1e-7, 1e-2, 0.25, 0.3):
             mean = laws.Mean(start, torch.randn(64, 37, generator=generator) * (scale / 64))
             variance = torch.tensor(v / 64**2)
             both_paths_agree(lambda m=mean, v=variance: operators.draw(m, v, format, Key(5)))  # type: ignore[misc]

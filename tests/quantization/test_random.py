@@ -116,11 +116,12 @@ def test_a_key_is_made_of_64_bit_integers(arguments: tuple[int, ...]) -> None:
 
 
 def test_centered_numbers_have_their_digits_near_zero() -> None:
-    # P(0 < h < p) is p: h = ±(k + 1/2) 2^-32 for the 31 bits k of a word, to the rounding of float32.
-    drawn = random.words(Key(3), 1 << 16)
+    # P(0 < h < p) is p: h takes the odd multiples of 2^-32, each with the same probability, to the rounding of float32.
+    drawn = random.words(Key(3), 1 << 16).double()
     h = random.centered(Key(3), 1 << 16).double()
-    exact = ((drawn >> 1).double() + 0.5) * 2.0**-32 * (1 - 2 * (drawn & 1)).double()
-    assert torch.allclose(h, exact, rtol=2.0**-23, atol=0)
+    odd = torch.where(drawn % 2 == 1, drawn, drawn + 1)
+    exact = torch.where(odd < 2.0**31, odd, odd - 2.0**32) * 2.0**-32
+    assert torch.allclose(h, exact, rtol=2.0**-24, atol=0)
     assert bool((h.abs() <= 0.5).all())
     assert float(h.abs().min()) < 2.0**-15
 
@@ -130,6 +131,7 @@ def test_narrow_numbers_have_sixteen_bits_and_then_the_rest(purpose: int) -> Non
     count = 1 << 14
     h, rest = random.centered(Key(3), count, purpose).double(), random.words(Key(3), count, random.NARROW[purpose])
     halves = random.words(Key(3), count // 2, purpose).view(-1, 1, random.TILE)
-    first = torch.cat((halves & 0xFFFF, halves >> 16), 1).view(-1)
-    exact = ((first >> 1).double() + (rest.double() + 0.5) * 2.0**-32) * 2.0**-16 * (1 - 2 * (first & 1)).double()
-    assert torch.allclose(h, exact, rtol=2.0**-23, atol=0)
+    first = torch.cat((halves & 0xFFFF, halves >> 16), 1).view(-1).double()
+    first = torch.where(first < 2.0**15, first, first - 2.0**16)
+    exact = (first + (rest.double() + 0.5) * 2.0**-32) * 2.0**-16
+    assert torch.allclose(h, exact, rtol=2.0**-23, atol=2.0**-40)

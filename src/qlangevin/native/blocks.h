@@ -200,7 +200,7 @@ struct Block {
         return {near.r[0] * sign + (__builtin_fabsf(n) - grid.top), sign};
     }
 
-    static float count_units(float x) { return x * 0x1p36f; }
+    static int64_t count_units(float x) { return int64_t(x * 0x1p36f); }
 
     // The probability Q that the block is coarse, that of its coin, and whether a coordinate jumps outside.
     struct Toss {
@@ -217,7 +217,7 @@ struct Block {
             const float s = law.s(i, Part{1}, fine)[0];
             float need = s + b.by * b.by;
             if (b.by > 0.0f) {
-                total += int64_t(count_units(b.by)), squares += int64_t(count_units(b.by * b.by));
+                total += count_units(b.by), squares += count_units(b.by * b.by);
                 jump |= picks(all(b.by), all(centered.one(at + i) * b.sign))[0] != 0;
             } else {
                 const float a = -b.by, m = s - a * (2.0f - a), over = 1.0f - (a + a);
@@ -232,7 +232,7 @@ struct Block {
     }
 
     // Draws a block with several coordinates at risk, v <= v_0: `draw_tossed` of block_rounding.py.
-    void draw_tossed(float most, const Gap fine, const Gap coarse) {
+    void draw_tossed(const Gap fine, const Gap coarse) {
         const Toss t = toss(fine);
         const Bits coins(centered.source(), kCoin, Bits::kCentered, centered.end());
         const bool is_coarse = t.jump || __builtin_fabsf(coins.one(at)) < t.coin * 0.5f;
@@ -253,7 +253,6 @@ struct Block {
             }
             part.store(out + i, value);
         });
-        (void)most;
     }
 
     void round(float most, float sigma) {
@@ -266,7 +265,7 @@ struct Block {
         for (int e = clamp(ceil_log2(room), own, grid.max_gap); e > own; --e) {
             const Gap fine(e - 1), coarse(e);
             const Risks risks = find_risks(fine);
-            if (risks.count > 1 && greatest_s(fine) <= 0.25f) return draw_tossed(most, fine, coarse);
+            if (risks.count > 1 && greatest_s(fine) <= 0.25f) return draw_tossed(fine, coarse);
             if (risks.count > 0) return draw_in_turn(risks, most, fine, coarse);
         }
         draw_all(Gap(own), most);
@@ -279,12 +278,12 @@ void corrected_block(M mu, V v, float *out, int64_t at, int64_t n, const Grid &g
         const M mean = mu + start;
         const Extent extent = mean.extent(length);
         const float most = extent.total, sigma = __builtin_sqrtf((v + start).greatest(length));
-        if (most != most || extent.part != extent.part) return spoil(out + start, length);
+        if (most != most) return spoil(out + start, length);
         const auto draw = [&](auto plain) {
             const Law<M, V, plain.value> law{mean, v + start, grid.top, grid.low, grid.high};
             Block<M, V, plain.value>{law, out + start, at + start, length, grid, centered, normal}.round(most, sigma);
         };
-        const bool inside = grid.max_gap > 80 && grid.min_gap < -80 && extent.part < most * 0x1p6f;
+        const bool inside = grid.max_gap > 80 && grid.min_gap < -80 && extent.move <= most * 0x1p6f;
         if (inside && most > 0x1p-60f && most < 0x1p60f && sigma < 0x1p60f) draw(Constant<true>{});
         else draw(Constant<false>{});
     });

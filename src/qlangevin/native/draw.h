@@ -47,15 +47,12 @@ class Bits {
     int64_t end() const { return end_; }
 
     F sharpen(F h, F r, int64_t at, int64_t count) const {
-        const I open = magnitude(h - r) <= 0x1p-17f;  // half the width of the interval that h stands for
-        return any(open) ? sharpened(h, open, at, count) : h;
+        const F distance = magnitude(h - r);
+        return any_within(distance, 0x1p-17f) ? sharpened(h, distance <= 0x1p-17f, at, count) : h;  // half of h's interval
     }
 
-    // ±(k + 1/2) 2^-16 and a rest to ±(k + rest) 2^-16.
-    static F refine(F h, F rest) {
-        const F size = (magnitude(h) * 0x1p16f - 0.5f + rest) * 0x1p-16f;
-        return (F)((U)size | ((U)h & 0x80000000u));
-    }
+    // (j + 1/2) 2^-16 and a rest to (j + rest) 2^-16.
+    static F refine(F h, F rest) { return (h * 0x1p16f - 0.5f + rest) * 0x1p-16f; }
 
   private:
     __attribute__((noinline)) F sharpened(F h, I open, int64_t at, int64_t count) const {
@@ -128,7 +125,8 @@ struct Constant {
 
 template <class M, class Draw>
 inline void plainly(M mu, int64_t n, const Gap &g, const Draw &draw) {
-    if (g.lift == 1.0f && mu.extent(n).part * g.inverse < kFar) draw(Constant<true>{});
+    const Extent extent = mu.extent(n);
+    if (g.lift == 1.0f && (extent.total + extent.move) * g.inverse < kFar) draw(Constant<true>{});
     else draw(Constant<false>{});
 }
 
@@ -202,10 +200,11 @@ void corrected_float(M mu, V v, float *out, int64_t at, int64_t n, const Grid &g
         const F s = g.variance_of(variance);
         const I gaussian = (s > 0.25f) & (reaches(p.y(), s) <= grid.top);
         const I twice = ~gaussian & ~feasible(Nearest(p), s, grid.top) & (e < grid.max_gap);
-        const Gaps<kTiny> wide(e - twice);  // a mask is -1
-        const F three = settle_wide(mu.template in<false>(wide, i, part), wide.variance_of(variance), h, grid.top);
-        const F code = gaussian ? settle_gaussian(p, s, h, xi) * g.gap : three * wide.gap;
-        part.store(out + i, onto(code, gaussian ? g.down : wide.down, grid.low, grid.high, total));
+        const F half = twice ? all(0.5f) : all(1.0f);
+        const Point q = any(twice) ? mu.in_wider(g, half, i, part) : p;
+        const F three = settle_wide(q, s * (half * half), h, grid.top) / half;
+        const F code = any(gaussian) ? (gaussian ? settle_gaussian(p, s, h, xi) : three) : three;
+        part.store(out + i, onto(code * g.gap, g.down, grid.low, grid.high, total));
     });
 }
 

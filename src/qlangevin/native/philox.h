@@ -75,20 +75,19 @@ inline void philox_tile(const Source &source, const Schedule &schedule, uint32_t
     }
 }
 
-// Centered numbers for `tiles` tiles, between -1/2 and 1/2: a sign, the lowest bit, and 31 bits k of ±(k + 1/2) 2^-32.
+// Centered numbers for `tiles` tiles, between -1/2 and 1/2: a word as a signed integer, made odd, times 2^-32.
 inline void centered_tiles(const Source &source, uint32_t purpose, uint64_t tile, int tiles, float *out) {
     const Schedule schedule(source);
     for (int t = 0; t < tiles; ++t) {
         Lanes lanes;
         philox_tile(source, schedule, purpose, tile + uint64_t(t), lanes);
         const uint32_t *word = &lanes.word[0][0];
-        for (int i = 0; i < kTile; ++i)
-            out[t * kTile + i] = as_float(as_bits((float(int32_t(word[i] >> 1)) + 0.5f) * 0x1p-32f) | word[i] << 31);
+        for (int i = 0; i < kTile; ++i) out[t * kTile + i] = float(int32_t(word[i] | 1u)) * 0x1p-32f;
     }
 }
 
-// The first 16 bits of those of activations and errors, two numbers from a word, so that a tile has 128 of them: a sign and 15 bits k;
-// ±(k + 1/2) 2^-16 is the middle of where the number lies.
+// The first 16 bits of those of activations and errors, two numbers from a word, so that a tile has 128 of them: a signed integer j,
+// and (j + 1/2) 2^-16 is the middle of where the number lies.
 constexpr int kNarrowTile = 2 * kTile;
 
 inline void narrow_tiles(const Source &source, uint32_t purpose, uint64_t tile, int tiles, float *out) {
@@ -97,10 +96,8 @@ inline void narrow_tiles(const Source &source, uint32_t purpose, uint64_t tile, 
         Lanes lanes;
         philox_tile(source, schedule, purpose, tile + uint64_t(t), lanes);
         const uint32_t *word = &lanes.word[0][0];
-        for (int i = 0; i < kTile; ++i)
-            out[i] = as_float(as_bits(float(int32_t((word[i] & 0xFFFFu) | 1)) * 0x1p-17f) | word[i] << 31);
-        for (int i = 0; i < kTile; ++i)
-            out[kTile + i] = as_float(as_bits(float(int32_t(word[i] >> 16 | 1)) * 0x1p-17f) | (word[i] & 0x10000u) << 15);
+        for (int i = 0; i < kTile; ++i) out[i] = float(int32_t(word[i] << 16) >> 15 | 1) * 0x1p-17f;
+        for (int i = 0; i < kTile; ++i) out[kTile + i] = float(int32_t(word[i]) >> 15 | 1) * 0x1p-17f;
     }
 }
 

@@ -69,11 +69,12 @@ inline F spread(const Nearest &at, F s, F h) {
 // Q^vc on the integers, both neighbours one away: three outcomes; or Gaussian noise first; or either, lane by lane.
 inline F settle_discrete(const Point &p, F s, F h) { return spread(Nearest(p), s, h); }
 
-// The same for s <= 1/4: (s - |r| (1 - |r|)) is at most 1 - |r|, and neither probability exceeds 1/2.
+// The same for s <= 1/4: (s - |r| (1 - |r|)) is at most 1 - |r|, and neither probability exceeds 1/2. One comparison does: |h| with
+// the probability of the side that h is on.
 inline F settle_quiet(const Nearest &at, F s, F h) {
     const F side = magnitude(at.r), extra = positive(s - side * (1.0f - side)) * 0.5f;
-    const I up = (h > 0.0f) & (h < positive(at.r) + extra), down = (h < 0.0f) & (-h < positive(-at.r) + extra);
-    return at.n + (one_where(up) - one_where(down));
+    const F towards = (F)((U)at.r ^ ((U)h & 0x80000000u));  // r, or -r if h is negative
+    return at.n + (F)((magnitude(h) < positive(towards) + extra) & (I)sign_of(h));
 }
 
 inline F settle_gaussian(const Point &p, F s, F h, F xi) {
@@ -100,6 +101,7 @@ struct Outcomes {
 // The same without Gaussian part where the neighbour of ±wide_at on the far side is two away.
 inline F settle_wide(const Point &p, F s, F h, float wide_at) {
     const Nearest at(p);
+    if (!any(magnitude(at.n) == wide_at)) return spread(at, s, h);  // no division
     const F above = at.n == wide_at ? all(2.0f) : all(1.0f), below = at.n == -wide_at ? all(2.0f) : all(1.0f);
     const Outcomes o(at.r, s, below, above);
     return at.n + (picks(o.up, h) ? above : picks(o.down, -h) ? -below : F{});
@@ -180,20 +182,24 @@ inline I ceil_log2(F x) {
     return (I)(((U)(x * (tiny ? all(0x1p64f) : all(1.0f))) + 0x7fffffu) >> 23) - 127 - (tiny & 64);
 }
 
-// The largest magnitude, as integer bits so that a NaN wins.
+// The largest of magnitudes, which are compared as integer bits so that a NaN wins.
+inline float greatest(I magnitudes) {
+    int32_t one = 0;
+    for (int l = 0; l < kWidth; ++l) one = magnitudes[l] > one ? magnitudes[l] : one;
+    return as_float(uint32_t(one));
+}
+
 inline float largest(const float *x, int64_t n) {
     I most = {};
     lanes(n, [&](int64_t i, auto part) { most = greater(most, (I)magnitude(part.load(x + i))); });
-    int32_t one = 0;
-    for (int l = 0; l < kWidth; ++l) one = most[l] > one ? most[l] : one;
-    return as_float(uint32_t(one));
+    return greatest(most);
 }
 
 // ---- means: `Mean` of laws.py. A weight and its drift, or one number.
 
-// The largest |total| and the largest |start| or |move|; a NaN anywhere is the largest.
+// The largest |total| and the largest |move|; a NaN is the largest.
 struct Extent {
-    float total, part;
+    float total, move;
 };
 
 struct Whole {
@@ -204,10 +210,12 @@ struct Whole {
         const F x = part.load(start + i);
         return {F{}, kPlain ? x * g.inverse : g.of(x)};
     }
+    template <class G, class P> Point in_wider(const G &g, F half, int64_t i, P part) const {
+        return {F{}, g.of(part.load(start + i)) * half};
+    }
     static Point divided(const Point &p) { return split(p.rest); }
     Extent extent(int64_t n) const {
-        const float most = largest(start, n);
-        return {most, most};
+        return {largest(start, n), 0.0f};
     }
     Whole operator+(int64_t i) const { return {start + i}; }
 };
@@ -220,17 +228,20 @@ struct Moved {
         const F y = kPlain ? x * g.inverse : g.of(x), n = whole(y);
         return {n, (y - n) + (kPlain ? by * g.inverse : g.of(by))};
     }
+    // In units of the gap, or of twice the gap where `half` is 1/2 and not 1.
+    template <class G, class P> Point in_wider(const G &g, F half, int64_t i, P part) const {
+        const F y = g.of(part.load(start + i)) * half, n = whole(y);
+        return {n, (y - n) + g.of(part.load(move + i)) * half};
+    }
     static Point divided(const Point &p) { return p; }
     Extent extent(int64_t n) const {
-        I most = {}, parts = {};
-        lanes(n, [&, *this](int64_t i, auto part) {
-            const F x = part.load(start + i), by = part.load(move + i);
-            most = greater(most, (I)magnitude(x + by));
-            parts = greater(parts, greater((I)magnitude(x), (I)magnitude(by)));
+        I most = {}, moves = {};
+        lanes(n, [&, start = start, move = move](int64_t i, auto part) {
+            const F by = part.load(move + i);
+            most = greater(most, (I)magnitude(part.load(start + i) + by));
+            moves = greater(moves, (I)magnitude(by));
         });
-        int32_t one = 0, two = 0;
-        for (int l = 0; l < kWidth; ++l) one = most[l] > one ? most[l] : one, two = parts[l] > two ? parts[l] : two;
-        return {as_float(uint32_t(one)), as_float(uint32_t(two))};
+        return {greatest(most), greatest(moves)};
     }
     Moved operator+(int64_t i) const { return {start + i, move + i}; }
 };

@@ -30,12 +30,13 @@ typedef uint64_t Wide __attribute__((vector_size(4 * kWidth)));
 inline F all(float x) { return F{} + x; }
 
 // Operations that the language lacks or compilers do not find: square roots; a < b ? a : b and a > b ? a : b in one instruction each
-// (b, if one of them is a NaN); whether any lane of a mask is set.
+// (b, if one of them is a NaN); whether any lane of a mask is set, or any number at most another.
 #if defined(__AVX512F__)
 inline F root(F x) { return (F)_mm512_sqrt_ps((__m512)x); }
 inline F lesser(F a, F b) { return (F)_mm512_min_ps((__m512)a, (__m512)b); }
 inline F greater(F a, F b) { return (F)_mm512_max_ps((__m512)a, (__m512)b); }
 inline bool any(I mask) { return _mm512_movepi32_mask((__m512i)mask) != 0; }
+inline bool any_within(F x, float most) { return _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(most), _CMP_LE_OQ) != 0; }
 #elif defined(__AVX2__)
 inline F root(F x) { return (F)_mm256_sqrt_ps((__m256)x); }
 inline F lesser(F a, F b) { return (F)_mm256_min_ps((__m256)a, (__m256)b); }
@@ -58,6 +59,9 @@ inline bool any(I mask) {
     for (int l = 0; l < kWidth; ++l) bits |= mask[l];
     return bits != 0;
 }
+#endif
+#if !defined(__AVX512F__)
+inline bool any_within(F x, float most) { return any(x <= most); }
 #endif
 
 inline F magnitude(F x) { return (F)((U)x & 0x7fffffffu); }

@@ -105,19 +105,21 @@ def uniform(key: Key, count: int, purpose: int = ROUNDING, device: torch.device 
 def centered(key: Key, count: int, purpose: int = ROUNDING, device: torch.device | str | None = None) -> Tensor:
     """Return float32 numbers h, uniform between -1/2 and 1/2, with all their digits near zero.
 
-    So P(0 < h < p) is p for the smallest p: up to the rounding of float32 there, and to 2^-33. A word is a sign (its lowest bit)
-    and 31 bits k of h = ±(k + 1/2) 2^-32. Activations and errors have two numbers in a word, those of 64 words' low halves
-    first, each a sign and 15 bits; 32 more are from a purpose of their own: h = ±(k + (k' + 1/2) 2^-32) 2^-16.
+    So P(0 < h < p) is p for the smallest p: up to the rounding of float32 there, and to 2^-32. A word is a signed integer, which
+    is made odd; h is that times 2^-32. Activations and errors have two numbers in a word, those of 64 words' low halves first,
+    each a signed integer j; 32 more bits k are from a purpose of their own: h = (j + (k + 1/2) 2^-32) 2^-16.
     """
     if purpose not in NARROW:
-        drawn = words(key, count, purpose, device)
-        size = ((drawn >> 1).to(torch.float32) + 0.5) * 2.0**-32
-        return torch.where(drawn & 1 == 1, -size, size)
+        return (_signed(words(key, count, purpose, device), 32) | 1).to(torch.float32) * 2.0**-32
     halves = words(key, -(-count // (2 * TILE)) * TILE, purpose, device).view(-1, TILE)
-    drawn = torch.stack((halves & 0xFFFF, halves >> 16), 1).view(-1)[:count]
+    first = _signed(torch.stack((halves & 0xFFFF, halves >> 16), 1).view(-1)[:count], 16)
     rest = (words(key, count, NARROW[purpose], device).to(torch.float32) + 0.5) * 2.0**-32
-    size = ((drawn >> 1).to(torch.float32) + rest) * 2.0**-16
-    return torch.where(drawn & 1 == 1, -size, size)
+    return (first.to(torch.float32) + rest) * 2.0**-16
+
+
+def _signed(x: Tensor, bits: int) -> Tensor:
+    """Return integers of some bits, two's complement, with their sign."""
+    return x - ((x >> (bits - 1)) << bits)
 
 
 # Minimax fits on the intervals used below; see `_negative_log` and `normal`.
