@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from qlangevin import BlockFloat, FixedPoint, Float, Format, Key, corrected, parse, quantize
-from qlangevin.quantization import laws, rounding
-from qlangevin.quantization.format_base import Draws
+from qlangevin.quantization import laws
 from qlangevin.quantization.operators import Algorithm
+from tests.helpers.draws import draw_exactly
 from tests.helpers.strategies import NAMES, formats
 
 Z = 5.5
@@ -31,11 +31,6 @@ def scores(drawn: Tensor, mean: Tensor) -> Tensor:
 def moments(r: Tensor, p_down: Tensor, p_up: Tensor, below: float, above: float) -> tuple[Tensor, Tensor]:
     mean = above * p_up - below * p_down
     return mean, above**2 * p_up + below**2 * p_down - mean**2
-
-
-def exact(mu: Tensor, v: Tensor, format: Format, h: Tensor, xi: Tensor) -> Tensor:
-    """Q^vc for given random numbers; no block here has several coordinates, so that none needs a coin."""
-    return rounding.exact(laws.Mean(mu), v, format, Draws(h, xi, lambda: torch.full_like(h, torch.nan)))
 
 
 # ---- the law of three outcomes, enumerated
@@ -79,7 +74,7 @@ def test_below_v0_enumerated_moments_are_exact_wherever_v_exceeds_v_s(name: str)
     fixed = isinstance(format, FixedPoint)
     for c in (0.0, 0.05, 0.2, 0.5, 0.8, 1.0):
         v = c * format.gap(mu) ** 2 / 4
-        drawn = exact(rows, v, format, h.expand_as(rows), xi)
+        drawn = draw_exactly(rows, v, format, h.expand_as(rows), xi)
         gap = format.gap(mu) * (1 if fixed else 4)  # the coarsest grid these laws use
         assert ((drawn.mean(0) - mu).abs() <= 3 * gap / steps).all()
         r = (mu / format.gap(mu)).frac().abs()
@@ -105,7 +100,7 @@ def test_above_v0_moments_are_exact_by_quadrature(name: str) -> None:
         mu = torch.full_like(h, value)
         for c in (1.001, 1.5, 6.0, 100.0):
             v = c * format.gap(mu[:1])[0, 0] ** 2 / 4
-            drawn = exact(mu, v, format, h, xi)
+            drawn = draw_exactly(mu, v, format, h, xi)
             assert abs(float(drawn.mean()) - value) < 0.01 * float(v.sqrt())
             assert float((drawn - value).square().mean() / v) == pytest.approx(1, abs=0.01)
 

@@ -11,24 +11,25 @@ from torch.distributions import Laplace, Normal
 from qlangevin.quantization import rounding
 from qlangevin.quantization.formats import FixedPoint, Float, Format, parse
 from qlangevin.theory import Method, grid, stationary, wasserstein2
+from tests.helpers.draws import draw_exactly
 
 METHODS: tuple[Method, ...] = ("corrected", "stochastic", "nearest")
 
 
 def enumerated(format: Format, mu: Tensor, v: float, method: Method) -> Tensor:
-    """Rows of P by brute force: the rounding itself, at the 28657 points (u, Φ(ξ)) of a Fibonacci lattice."""
+    """Rows of P by brute force: the rounding itself, at the 28657 points (h, Φ(ξ)) of a Fibonacci lattice."""
     index = torch.arange(28657, dtype=torch.float64)
-    u, xi = (index * 17711 % 28657 + 0.5) / 28657, torch.special.ndtri((index + 0.5) / 28657)
+    h, xi = (index * 17711 % 28657 + 0.5) / 28657 - 0.5, torch.special.ndtri((index + 0.5) / 28657)
     points, rows = grid(format), []
     for m in mu.tolist():
         noisy = m + math.sqrt(v) * xi
         if method == "nearest":
             drawn = rounding.nearest(noisy, format)
         elif method == "stochastic":
-            drawn = rounding.stochastic(noisy, format, u)
+            drawn = draw_exactly(noisy, torch.zeros((), dtype=torch.float64), format, h, xi)
         else:
-            drawn = rounding.exact(torch.full_like(u, m), torch.tensor(v, dtype=torch.float64), format, u, xi)
-        rows.append(torch.bincount(torch.searchsorted(points, drawn), minlength=len(points)) / len(u))
+            drawn = draw_exactly(torch.full_like(h, m), torch.tensor(v, dtype=torch.float64), format, h, xi)
+        rows.append(torch.bincount(torch.searchsorted(points, drawn), minlength=len(points)) / len(h))
     return torch.stack(rows)
 
 
