@@ -17,7 +17,7 @@ from qlangevin.cli import commands
 from qlangevin.cli.main import main
 from qlangevin.experiments import gaussian, run
 from qlangevin.experiments.presets import Experiment
-from qlangevin.experiments.report.results import check_result
+from qlangevin.experiments.results import check_result
 from tests.helpers.official import REVIEWS, cifar10, cifar_records, imagenet, mnist, write
 from tests.helpers.runs import TINY, refused
 

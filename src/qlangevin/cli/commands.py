@@ -27,7 +27,7 @@ from ..experiments.data import DatasetName
 from ..experiments.environment import cores
 from ..experiments.methods import MethodName
 from ..experiments.plotting import check_path, save_figure
-from ..experiments.score import evaluate
+from ..experiments.score import evaluate, find_samples
 from ..experiments.sweep import plan_runs, sweep
 from . import display
 from .errors import fail, rank
@@ -127,7 +127,9 @@ class RunExperiment(Generic[Preset]):
             display.print_json(result)
         else:
             display.print_tables(display.scores_table(config.name, [result]))
-            display.print_lines(*display.result_remarks(result), f"run: {folder}")
+            display.print_lines(
+                *display.convergence_remarks([result]), *display.result_remarks(result), f"run: {folder}"
+            )
         return 0
 
     def _resume_hint(self, config: presets.Experiment, folder: Path) -> str:
@@ -182,9 +184,8 @@ class SweepExperiment(Generic[Preset]):
             display.print_json({"runs": results, "failed": failed})
         else:
             display.print_tables(display.scores_table(self.settings.name, results))
-            display.print_lines(
-                f"{len(results)} of {len(configs)} runs done: {folder}", f"next: qlangevin report {folder}"
-            )
+            done = f"{len(results)} of {len(configs)} runs done: {folder}"
+            display.print_lines(*display.convergence_remarks(results), done, f"next: qlangevin report {folder}")
         return fail(f"failed: {'; '.join(failed)}", 1) if failed else 0
 
 
@@ -193,9 +194,9 @@ class Evaluate:
     """Score the samples of finished or unfinished runs, alone or as chains of one average."""
 
     runs: Runs
-    """Folders of runs."""
+    """Folders of runs, or of folders of runs."""
     together: bool = False
-    """Average over the samples of all runs, which may differ only in the seed."""
+    """Average over the samples of all runs, which may differ only in the seed, the number of chains and of workers."""
     ood: DatasetName | None = None
     """Data set of another kind, such as fashion-mnist for mnist: measure how well uncertainty tells it apart (AUROC)."""
     limit_test: int | None = None
@@ -208,13 +209,15 @@ class Evaluate:
     def execute(self) -> int:
         if not self.runs:
             raise ValueError("give at least one folder of a run")
-        groups = [self.runs] if self.together else [(folder,) for folder in self.runs]
+        runs = find_samples(self.runs)
+        groups = [runs] if self.together else [[folder] for folder in runs]
         with progress_bar(float(len(groups)), "evaluating", shown=not self.json) as advance:
             evaluated = [evaluate(group, self.data_dir, self.limit_test, self.ood, advance) for group in groups]
         if self.json:
             display.print_json({"runs": evaluated})
         else:
             display.print_tables(display.evaluation_table(evaluated))
+            display.print_lines(*display.convergence_remarks(evaluated))
         return 0
 
 
@@ -236,11 +239,14 @@ class Report:
 
         results = load_results(self.runs)
         page = write_report(results, self.out, self.title)
+        remarks = display.convergence_remarks(results)
         if self.json:
             verdicts = [dataclasses.asdict(claim) for claim in claims(results)]
-            display.print_json({"page": str(page), "runs": len(results), "claims": verdicts})
+            not_converged = remarks[0] if remarks else None
+            answer = {"page": str(page), "runs": len(results), "claims": verdicts, "not_converged": not_converged}
+            display.print_json(answer)
         else:
-            display.print_lines(f"{len(results)} runs: {page}")
+            display.print_lines(f"{len(results)} runs: {page}", *remarks)
         return 0
 
 
@@ -258,7 +264,7 @@ class Demo(demo.DemoSettings):
             display.print_json({"runs": made.results})
         else:
             display.print_tables(display.gaussian_table(made.gaussian), display.means_table("digits", made.results))
-            display.print_lines(*demo.remarks(made))
+            display.print_lines(*display.convergence_remarks(made.results), *demo.remarks(made))
         return 0
 
 
