@@ -46,6 +46,7 @@ def test_an_r_hat_that_is_too_large_is_explained() -> None:
     assert several.startswith(
         "R-hat 2.10 of the log-likelihood: the chains have not mixed, and averages depend on where"
     )
+    assert "each chain stays in a mode of its own" in several
     cyclical = describe_non_convergence(unmixed("vc-csgldlp-l"))
     assert cyclical is not None
     assert "with more cycles (--cycles)" in cyclical

@@ -22,6 +22,10 @@ MAX_R_HAT = 1.1
 Vehtari et al. (2021) advise 1.01, which the few samples of a network hardly ever reach."""
 
 LONGER = "Run longer (--epochs), discard more of the beginning (--burn-in) or take larger steps (--lr)."
+LONGER_CHAINS = (
+    "Run longer (--epochs) or take larger steps (--lr); if that does not help, each chain stays in a mode of its own: take a "
+    "cyclical method (--method) or more chains (--chains)."
+)
 LONGER_CYCLES = "Run longer (--epochs), with more cycles (--cycles), or explore longer in each (--exploration)."
 STUCK = (
     "All samples of a chain have the same log-likelihood: it stands still, and R-hat is not defined. Take larger steps (--lr), a "
@@ -61,11 +65,15 @@ def describe_non_convergence(result: Mapping[str, Any]) -> str | None:
         return STUCK if _is_stuck(result["trace"]["log_likelihood"], lengths) else None
     if r_hat <= MAX_R_HAT:
         return None
-    means = "the chains have not mixed, and averages depend on where each began"
+    means, advice = "the chains have not mixed, and averages depend on where each began", LONGER_CHAINS
     if len(lengths) == 1:
-        means = "the halves of the chain differ, it has not converged, and averages depend on where it began"
+        means, advice = (
+            "the halves of the chain differ, it has not converged, and averages depend on where it began",
+            LONGER,
+        )
     method = METHODS.get(result["settings"]["method"])
-    advice = LONGER_CYCLES if method is not None and method.cyclical else LONGER
+    if method is not None and method.cyclical:
+        advice = LONGER_CYCLES
     return f"R-hat {r_hat:.2f} of the log-likelihood: {means}. {advice}"
 
 
