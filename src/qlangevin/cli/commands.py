@@ -21,7 +21,7 @@ import tyro
 
 from .._progress import progress_bar
 from .._validate import check_integer
-from ..distributed.ranks import join
+from ..distributed.ranks import PATIENCE, TIMEOUT, join
 from ..experiments import bound, demo, gaussian, presets, run
 from ..experiments.data import DatasetName
 from ..experiments.environment import cores
@@ -47,9 +47,12 @@ class Gaussian(gaussian.GaussianSettings):
     json: bool = False
     """Print one JSON object instead of the table, and no progress."""
 
+    timeout: float = TIMEOUT
+    """Of several ranks: seconds until one that gives no sign of life is missed."""
+
     def execute(self) -> int:
         check_path(self.out)
-        with join() as ranks:
+        with join(timeout=self.timeout) as ranks:
             share = self.total_steps / ranks.size  # each rank does about as many
             with progress_bar(share, shown=not self.json and ranks.first) as advance:
                 result = gaussian.run_gaussian(self, advance, ranks)
@@ -104,18 +107,29 @@ class Common:
 
 
 @dataclass(frozen=True)
+class Waiting:
+    """Seconds that the ranks of torchrun wait for one another."""
+
+    timeout: float = TIMEOUT
+    """Of several ranks: seconds that one may be late in a step, or give no sign of life, until the others end."""
+    patience: float = PATIENCE
+    """Of several ranks: seconds until all must have come."""
+
+
+@dataclass(frozen=True)
 class RunExperiment(Generic[Preset]):
     """Run one experiment with one method."""
 
     settings: Preset
     common: Common
+    waiting: Waiting
     resume: Path | None = None
     """Resume the run in this folder, with its own settings. The command that started it resumes it, too."""
 
     def execute(self) -> int:
         config, folder = self._choose()
         try:
-            with join() as ranks:
+            with join(patience=self.waiting.patience, timeout=self.waiting.timeout) as ranks:
                 shown = ranks.first and not self.common.json
                 with progress_bar(1.0, config.run_name, shown=shown) as advance:
                     result = run.run_experiment(config, folder, self.common.data_dir, advance, ranks, cores())

@@ -86,7 +86,6 @@ def run_experiment(
         agree({"settings": config.to_json(), "a run in the folder": begun, "a result in it": done}, ranks.group)
     if done:
         return read_result(folder)
-    patient = ranks.patient()  # some ranks have more to do than others
     data = _load_data(config, data_dir, ranks)
     shares = _divide_work(config, data)
     if not begun:  # only now, since the settings fit together: a mistake must not occupy the folder
@@ -96,12 +95,13 @@ def run_experiment(
     spec = RunSpec(config, folder, data_dir)
     chains = _run_chains(spec, data, _scale(progress, shares.training), ranks, jobs)
     if ranks.size > 1:
-        parts = gather(chains, patient.group)
+        ranks.wait(patient=True)  # some ranks have more to do than others
+        parts = gather(chains, ranks.group)
         chains = {int(i): ChainSummary(*summary) for part in parts for i, summary in part.items()}
     if ranks.first:
         result = _score_run(spec, data, chains, ranks, _scale(progress, shares.scoring))
         files.write(folder / RESULT, [json.dumps(result, indent=1, allow_nan=False).encode()])
-    patient.wait()  # for the first rank, which scores
+    ranks.wait(patient=True)  # for the first rank, which scores
     return read_result(folder)
 
 
@@ -141,10 +141,10 @@ def _check_ranks(config: Experiment, ranks: Ranks) -> None:
 def _load_data(config: Experiment, data_dir: Path | None, ranks: Ranks) -> Data:
     """Load the data, the same on all ranks; the first finds or downloads them before the others look."""
     if not ranks.first:
-        ranks.wait()
+        ranks.wait(patient=True)
     data = config.load_data(data_dir)
     if ranks.first:
-        ranks.wait()
+        ranks.wait(patient=True)
     if ranks.size > 1:
         agree({"training examples": len(data.train), "test examples": len(data.test), "data": data.note}, ranks.group)
     return data
