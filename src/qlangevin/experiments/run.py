@@ -145,6 +145,7 @@ def _load_data(config: Experiment, data_dir: Path | None, ranks: Ranks) -> Data:
     data = config.load_data(data_dir)
     if ranks.first:
         ranks.wait(patient=True)
+    ranks.wait(patient=True)  # to read them may take long, too
     if ranks.size > 1:
         agree({"training examples": len(data.train), "test examples": len(data.test), "data": data.note}, ranks.group)
     return data
