@@ -22,76 +22,20 @@ import tyro
 from .._progress import progress_bar
 from .._validate import check_integer
 from ..distributed.ranks import PATIENCE, TIMEOUT, join
-from ..experiments import bound, demo, gaussian, presets, run
+from ..experiments import demo, presets, run
 from ..experiments.data import DatasetName
 from ..experiments.environment import cores
 from ..experiments.methods import MethodName
-from ..experiments.plotting import check_path, save_figure
 from ..experiments.score import evaluate, find_samples
 from ..experiments.sweep import plan_runs, sweep
 from . import display
 from .errors import fail, rank
+from .figures import Bound, Gaussian
 
 __all__ = ["CommandLine", "Run"]
 
 Preset = TypeVar("Preset", bound=presets.Experiment)
 Runs: TypeAlias = Annotated[tuple[Path, ...], tyro.conf.Positional]
-
-
-@dataclass(frozen=True)
-class Gaussian(gaussian.GaussianSettings):
-    __doc__ = gaussian.GaussianSettings.__doc__
-
-    out: Path = Path("results/gaussian.png")
-    """File of the picture; its suffix decides the kind (png, pdf, svg)."""
-    json: bool = False
-    """Print one JSON object instead of the table, and no progress."""
-
-    timeout: float = TIMEOUT
-    """Of several ranks: seconds until one that gives no sign of life is missed."""
-
-    def execute(self) -> int:
-        check_path(self.out)
-        with join(timeout=self.timeout) as ranks:
-            share = self.total_steps / ranks.size  # each rank does about as many
-            with progress_bar(share, shown=not self.json and ranks.first) as advance:
-                result = gaussian.run_gaussian(self, advance, ranks)
-        if not ranks.first:
-            return 0
-        try:
-            save_figure(self.out, lambda path: gaussian.draw(result, path))
-        finally:  # print the numbers even if the picture cannot be saved
-            rows = (dataclasses.asdict(row) | {"z": row.z} for row in result.rows)
-            if self.json:
-                display.print_json(display.as_json("gaussian", self, rows))
-            else:
-                display.print_tables(display.gaussian_table(result))
-                display.print_lines(*display.gaussian_remarks(self, result), f"picture: {self.out}")
-        return 0
-
-
-@dataclass(frozen=True)
-class Bound(bound.BoundSettings):
-    __doc__ = bound.BoundSettings.__doc__
-
-    out: Path = Path("results/bound.png")
-    """File of the picture; its suffix decides the kind (png, pdf, svg)."""
-    json: bool = False
-    """Print one JSON object instead of the tables, and no progress."""
-
-    def execute(self) -> int:
-        check_path(self.out)
-        with progress_bar(self.total_steps, shown=not self.json) as advance:
-            result = bound.run_bound(self, advance)
-        try:
-            save_figure(self.out, lambda path: bound.draw(result, path))
-        finally:
-            if self.json:
-                display.print_json(display.as_json("bound", self, map(dataclasses.asdict, result.rows)))
-            else:
-                display.print_tables(display.bound_table(result), display.terms_table(self))
-                display.print_lines(*display.bound_remarks(self, result), f"picture: {self.out}")
-        return 0
 
 
 @dataclass(frozen=True)
