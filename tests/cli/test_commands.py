@@ -17,7 +17,7 @@ from qlangevin.cli import commands
 from qlangevin.cli.main import main
 from qlangevin.experiments import gaussian, run
 from qlangevin.experiments.presets import Experiment
-from qlangevin.experiments.report.results import check_result
+from qlangevin.experiments.results import check_result
 from tests.helpers.official import REVIEWS, cifar10, cifar_records, imagenet, mnist, write
 from tests.helpers.runs import TINY, refused
 
@@ -276,7 +276,7 @@ def test_the_bound_is_a_picture_and_a_table_or_json(capsys: pytest.CaptureFixtur
     assert captured.err == ""
     answer = json.loads(captured.out)
     assert answer["experiment"] == "bound"
-    assert {"format", "stepsize", "method", "bound", "exact", "sampled"} <= answer["rows"][0].keys()
+    assert {"format", "stepsize", "method", "bound", "sharp", "exact", "sampled"} <= answer["rows"][0].keys()
     assert "<svg" in (tmp_path / "bound.svg").read_text()
 
 

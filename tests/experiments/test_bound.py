@@ -36,7 +36,8 @@ def test_there_is_a_row_for_each_method_in_each_case(result: BoundResult) -> Non
 def test_rows_keep_what_the_theorems_promise(result: BoundResult) -> None:
     for row in result.rows:
         assert row.exact is not None
-        assert row.exact < row.bound
+        assert row.exact < (row.bound if row.sharp is None else row.sharp) <= row.bound
+        assert (row.sharp is None) == (row.method != "VC SGLDLP-L")
 
 
 def test_samples_are_as_far_from_the_target_as_the_exact_law(result: BoundResult) -> None:
@@ -99,6 +100,9 @@ def test_progress_comes_to_the_announced_total() -> None:
 def test_terms_of_any_target() -> None:
     constants = theory.Constants(0.5, 2.0, hessian=3.0, dimension=4, noise=0.3, gradient=5.0)
     table = bound.terms(constants, 0.01, 0.5, gradient_gap=0.1, steps=10, start=1.0)
+    assert table.pop("VC SGLDLP-L, sharp") == theory.bound(
+        "VC SGLDLP-L", constants, 0.01, 0.5, 0.1, 10, 1.0, theorem3="sharp"
+    )
     assert list(table) == list(gaussian.METHODS)
     for name, value in table.items():
         assert value == theory.bound(name, constants, 0.01, 0.5, 0.1, 10, 1.0)
@@ -115,6 +119,7 @@ def test_picture(chains: int, tmp_path: Path) -> None:
     bound.draw(result, tmp_path / "picture.svg")
     text = (tmp_path / "picture.svg").read_text()
     assert all(f"<!-- {name}, Theorem {number} -->" in text for number, name in enumerate(gaussian.METHODS, 1))
+    assert "<!-- Theorem 3, sharp -->" in text
     assert ("<!-- sampled, 2 chains -->" in text) == (chains == 2)
 
 

@@ -13,7 +13,7 @@ from qlangevin import SampleStore, metrics
 from qlangevin.experiments import run
 from qlangevin.experiments.data import make_loader
 from qlangevin.experiments.methods import METHODS, MethodName
-from qlangevin.experiments.report.results import check_result
+from qlangevin.experiments.results import check_result
 from qlangevin.experiments.run import run_experiment
 from qlangevin.experiments.score import open_posterior
 from tests.helpers.experiments import SMALL, STEPS, Watch, kept, lasting, of

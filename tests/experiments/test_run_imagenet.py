@@ -9,7 +9,7 @@ import torch
 from qlangevin import QTensor, SampleStore
 from qlangevin.experiments import chain, run
 from qlangevin.experiments.presets import Experiment, read_config
-from qlangevin.experiments.report.results import check_result
+from qlangevin.experiments.results import check_result
 from qlangevin.experiments.run import run_experiment
 from tests.helpers.experiments import TINY, Watch, kept, lasting, press
 from tests.helpers.official import imagenet

@@ -1,10 +1,12 @@
 """Samples scored again: alone, as chains of one average, against data of another kind."""
 
 import json
+import shutil
 import signal
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,8 +15,8 @@ from qlangevin import Posterior, diagnostics, metrics
 from qlangevin.cli.main import main
 from qlangevin.experiments import run
 from qlangevin.experiments.data import load_dataset, make_loader
-from qlangevin.experiments.presets import Digits, MnistLogistic
-from qlangevin.experiments.score import evaluate, open_posterior
+from qlangevin.experiments.presets import EXPERIMENTS, Digits, MnistLogistic
+from qlangevin.experiments.score import evaluate, find_samples, open_posterior
 from tests.helpers.official import PIXELS, idx, mnist, write
 from tests.helpers.runs import refused
 
@@ -81,9 +83,59 @@ def test_what_is_no_number_is_none_and_not_a_failure(place: Path, monkeypatch: p
     json.dumps(found, allow_nan=False)
 
 
-def test_runs_that_differ_in_more_than_the_seed_are_not_averaged(place: Path) -> None:
-    with pytest.raises(ValueError, match=r"slow and .*seed0 differ in more than the seed, and cannot be averaged"):
+def change_config(run: Path, **changes: Any) -> None:
+    saved = json.loads((run / "config.json").read_text())
+    (run / "config.json").write_text(json.dumps(saved | changes))
+
+
+def test_runs_that_sample_another_law_are_not_averaged(place: Path) -> None:
+    with pytest.raises(
+        ValueError, match=r"slow and .*seed0 cannot be averaged: lr is 0.1 in .*seed0 and 0.05 in .*slow$"
+    ):
         evaluate([place / "seed0", place / "seed1", place / "slow"], place / "data")
+
+
+@pytest.mark.parametrize("changes", [{"workers": 1}, {"chains": 2}, {"activations": "full"}])
+def test_what_does_not_change_the_law_may_differ(place: Path, tmp_path: Path, changes: dict[str, Any]) -> None:
+    expected = evaluate([place / "seed0", place / "seed1"], place / "data")
+    other = tmp_path / "other"
+    shutil.copytree(place / "seed1", other)
+    change_config(other, **changes)
+    found = evaluate([place / "seed0", other], place / "data")
+    assert {**found, "runs": None} == {**expected, "runs": None}
+
+
+def test_a_chain_is_not_counted_twice_and_the_test_set_is_one(place: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(place / "seed1", other)
+    with pytest.raises(ValueError, match=r"other and .*seed1 have the same seed, 1: the same chain twice"):
+        evaluate([place / "seed1", other], place / "data")
+    change_config(other, limit_test=20)
+    with pytest.raises(ValueError, match=r"were tested on different examples; choose some with --limit-test"):
+        evaluate([place / "seed0", other], place / "data")
+    assert evaluate([place / "seed0", other], place / "data", limit_test=20)["samples"] == 16
+
+
+def test_every_setting_is_of_the_law_or_not() -> None:
+    """A new setting has to be decided about: by default it is of the law."""
+    for preset in EXPERIMENTS.values():
+        outside = {f.name for f in fields(preset)} - preset().law.keys()
+        assert outside == {"seed", "chains", "workers", "limit_test"}
+
+
+def test_runs_are_found_where_a_report_finds_them(place: Path, tmp_path: Path) -> None:
+    shutil.copytree(place / "seed0", tmp_path / "a/one")
+    shutil.copytree(place / "seed1", tmp_path / "a/deep/two")
+    shutil.copytree(place / "seed2", tmp_path / "a/one/begin")  # where the other began: not a run of its own
+    one, two = tmp_path / "a/one", tmp_path / "a/deep/two"
+    assert find_samples([tmp_path]) == find_samples([tmp_path / "a", one]) == [two, one]
+    assert find_samples([one, two / "result.json", tmp_path / "a/deep/../one"]) == [one, two]
+    (tmp_path / "runs.json").write_text('{"runs": []}')
+    with pytest.raises(ValueError, match=r"runs.json is a file and holds no samples; give the folders of runs"):
+        find_samples([tmp_path / "runs.json"])
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match=r"there is no run in or below .*empty: no folder has a config.json"):
+        find_samples([tmp_path / "empty"])
 
 
 def test_fewer_test_examples(place: Path) -> None:
@@ -157,12 +209,23 @@ def test_the_command_prints_a_line_for_each_run_or_one_for_all(place: Path, caps
     assert one["samples"] == 16
 
 
+def test_the_command_takes_a_folder_of_runs(place: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    for seed in range(2):
+        shutil.copytree(place / f"seed{seed}", tmp_path / f"runs/seed{seed}")
+    change_config(tmp_path / "runs/seed0", workers=1)
+    assert main(["evaluate", str(tmp_path / "runs"), "--data-dir", str(place / "data"), "--together", "--json"]) == 0
+    (one,) = json.loads(capsys.readouterr().out)["runs"]
+    assert one["runs"] == [str(tmp_path / f"runs/seed{seed}") for seed in range(2)]
+    assert main(["evaluate", str(tmp_path / "runs"), "--data-dir", str(place / "data"), "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["runs"]) == 2
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ([], "give at least one folder of a run"),
         (["nowhere"], "there is no run in nowhere: it has no config.json"),
-        (["seed0", "slow", "--together"], "slow and seed0 differ in more than the seed, and cannot be averaged"),
+        (["seed0", "slow", "--together"], "slow and seed0 cannot be averaged: lr is 0.1 in seed0 and 0.05 in slow"),
         (["seed0", "--limit-test", "0"], "limit_test must be an integer, at least 1, got 0"),
         (["seed0", "--limit-test", "31"], "limit_test must be at most 30, got 31"),
         (["seed0", "--ood", "digits"], "--ood=digits has inputs of shape (1, 8, 8), not (1, 28, 28)"),

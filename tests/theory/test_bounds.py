@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -14,9 +14,10 @@ from torch.distributions import Normal
 
 from qlangevin import theory
 from qlangevin.quantization import random
+from qlangevin.quantization.laws import nearest_integer, outcomes
 from qlangevin.quantization.random import Key
 from qlangevin.theory import Bound, Constants, Method, best_stepsize, bits_needed, bound, stationary, wasserstein2
-from qlangevin.theory.bounds import ALGORITHMS, Algorithm
+from qlangevin.theory.bounds import ALGORITHMS, Algorithm, Theorem3
 
 METHODS: dict[Algorithm, Method] = {"naive-sgldlp-l": "stochastic", "vc-sgldlp-l": "corrected"}
 BY_HAND = Constants(convexity=0.5, smoothness=2.0, hessian=3.0, dimension=4, noise=0.3, gradient=5.0)
@@ -56,7 +57,7 @@ def test_theorem_3_by_hand(alpha: float, gap: float, a: float) -> None:
     assert result.bias == pytest.approx(min(3 * a / 0.5, 2 * math.sqrt(a) / 0.5))
     assert result.noise == pytest.approx(math.sqrt((alpha * 0.25 * 4 + 4 * alpha * 0.09) / 2 + a / (alpha * 0.5)))
     assert result.contraction + result.rounding == pytest.approx(left * 2 + (left + 1) * math.sqrt(a))
-    printed = bound("vc-sgldlp-l", BY_HAND, alpha, gap, printed=True)
+    printed = bound("vc-sgldlp-l", BY_HAND, alpha, gap, theorem3="printed")
     assert printed.rounding == pytest.approx(math.sqrt(max(2 * 0.5 * 0.01 * 5, 0.16) if alpha == 0.01 else a))
 
 
@@ -197,8 +198,90 @@ def test_the_printed_error_of_theorem_3_is_too_small() -> None:
     r = alpha * law.points.abs() / gap
     error = float(law.probabilities @ (gap**2 * r * (1 - r)).clamp_min(2 * alpha)) + 2 * alpha  # E‖ψ - θ‖²
     c = Constants(1.0, 1.0, gradient=float(law.probabilities @ law.points.abs()))
-    assert error > 1.1 * bound("vc-sgldlp-l", c, alpha, gap, printed=True).rounding ** 2
+    assert error > 1.1 * bound("vc-sgldlp-l", c, alpha, gap, theorem3="printed").rounding ** 2
     assert error <= bound("vc-sgldlp-l", c, alpha, gap).rounding ** 2
+
+
+# ---- Theorem 3, sharp
+
+
+def exact_error(mu: Tensor, alpha: float, gap: float) -> Tensor:
+    """Return E(ψ - θ)² of θ = Q^vc(μ, 2α) and ψ = μ + √(2α) ξ, over the three outcomes and, by quadrature, over ξ.
+
+    Where Q^vc adds Gaussian noise it is the same ξ; elsewhere ξ is independent of θ.
+    """
+    v, v0 = 2 * alpha, gap * gap / 4
+    noisy = v > v0
+    xi = torch.linspace(-9, 9, 1001, dtype=torch.float64) if noisy else torch.zeros(1, dtype=torch.float64)
+    density = Normal(0.0, 1.0).log_prob(xi).exp()
+    x = mu[:, None] + math.sqrt(max(0.0, v - v0)) * xi
+    n = nearest_integer(x / gap)
+    down, up = outcomes(x / gap - n, torch.tensor((v0 if noisy else v) / gap**2, dtype=torch.float64))
+    psi = mu[:, None] + math.sqrt(v) * xi if noisy else x
+    each = torch.stack([p * (psi - (n + k) * gap) ** 2 for k, p in ((-1, down), (0, 1 - down - up), (1, up))]).sum(0)
+    mean: Tensor = (each * density).sum(1) / density.sum()
+    return mean + (0 if noisy else v)
+
+
+def sharp_error(alpha: float, gap: float, gradient: float | None, dimension: int = 1) -> float:
+    """Return the A of the sharp theorem."""
+    c = Constants(1.0, 1.0, gradient=gradient, dimension=dimension)
+    return bound("vc-sgldlp-l", c, alpha, gap, theorem3="sharp").rounding ** 2
+
+
+ALPHAS = (1.0, 0.3, 0.1, 0.03, 0.01, 3e-3, 2e-3, 1e-3, 1e-4, 1e-5)
+
+
+@pytest.mark.parametrize("gap", [2.0, 0.25, 1 / 8])
+def test_the_sharp_error_is_that_of_the_quantizer(gap: float) -> None:
+    mu = torch.linspace(-0.5, 0.5, 201, dtype=torch.float64) * gap
+    for alpha in ALPHAS:
+        found, v0 = exact_error(mu, alpha, gap), gap * gap / 4
+        if 2 * alpha > v0:  # the error is the same wherever μ is, and exactly A
+            s = math.sqrt(2 * alpha) - math.sqrt(2 * alpha - v0)
+            assert sharp_error(alpha, gap, None) == pytest.approx(s * s + v0)
+            assert found.numpy() == pytest.approx(s * s + v0, rel=1e-9)
+            assert s * s + v0 <= 2 * v0
+        else:  # A without G is reached halfway between two numbers; with G it bounds the error of every drift from the grid
+            assert float(found.max()) == pytest.approx(sharp_error(alpha, gap, None)) == pytest.approx(2 * alpha + v0)
+            for drift, error in zip(mu.abs().tolist(), found.tolist(), strict=True):
+                assert error <= sharp_error(alpha, gap, drift / alpha) * (1 + 1e-12)
+
+
+@given(constants, shares, sizes)
+def test_sharp_is_at_most_corrected(c: Constants, share: float, gap: float) -> None:
+    alpha = share * c.largest_stepsize
+    sharp = bound("vc-sgldlp-l", c, alpha, gap, theorem3="sharp")
+    corrected = bound("vc-sgldlp-l", c, alpha, gap)
+    printed = bound("vc-sgldlp-l", c, alpha, gap, theorem3="printed")
+    for name, value in sharp.terms.items():
+        assert value <= corrected.terms[name] * (1 + 1e-12)
+    if 2 * alpha > gap * gap / 4:  # elsewhere the printed one is no bound
+        assert corrected == printed
+        assert sharp.rounding <= math.sqrt(2 / 5) * printed.rounding * (1 + 1e-12)
+
+
+def test_the_sharp_cases_meet() -> None:
+    gap = 0.25
+    alpha = gap * gap / 8
+    for factor in (1 - 1e-9, 1, 1 + 1e-9):  # the root of 2α - v_0 makes it steep from above
+        assert sharp_error(alpha * factor, gap, None) == pytest.approx(2 * gap * gap / 4, rel=1e-4)
+        assert sharp_error(alpha * factor, gap, 1e9) == pytest.approx(2 * gap * gap / 4, rel=1e-4)
+    assert sharp_error(1e-4, gap, 0.5, dimension=3) == pytest.approx(12e-4 + 1e-4 * gap * 0.5)
+    assert sharp_error(1e-4, gap, 0.0, dimension=3) == pytest.approx(12e-4)
+
+
+@pytest.mark.parametrize("name", ["fixed6.-1", "fixed6.0", "fixed8.2", "fixed8.3", "fixed8.4"])
+def test_the_sharp_bound_holds_for_a_gaussian(name: str) -> None:
+    gap = float(theory.grid(name).diff()[0])
+    for alpha in ALPHAS:
+        law = stationary(name, alpha)
+        mean_gradient = float(law.probabilities @ law.points.abs())
+        error = float(law.probabilities @ exact_error((1 - alpha) * law.points, alpha, gap))
+        for gradient in (None, mean_gradient):
+            allowed = bound("vc-sgldlp-l", replace(GAUSSIAN, gradient=gradient), alpha, gap, theorem3="sharp")
+            assert error <= allowed.rounding**2 * (1 + 1e-9)
+            assert law.w2 <= without_bias_and_rounding(allowed) < allowed.floor
 
 
 class Logistic:
@@ -243,8 +326,9 @@ def test_bounds_hold_for_logistic_regression(logistic: Logistic, name: str, meth
     for alpha in (0.3, 0.03, 3e-3, 3e-4):
         law = stationary(name, alpha, METHODS[method], logistic.gradient, target=logistic.quantile)
         c = replace(logistic.constants, gradient=float(law.probabilities @ logistic.gradient(law.points).abs()))
-        allowed = bound(method, c, alpha, 2.0 ** -int(name[-1]))
-        assert law.w2 <= without_bias_and_rounding(allowed) < allowed.floor
+        for version in get_args(Theorem3)[:2]:
+            allowed = bound(method, c, alpha, 2.0 ** -int(name[-1]), theorem3=version)
+            assert law.w2 <= without_bias_and_rounding(allowed) < allowed.floor
 
 
 def test_bias_of_full_precision_accumulators_is_of_second_order(logistic: Logistic) -> None:
@@ -306,7 +390,11 @@ def test_bad_constants(arguments: dict[str, Any], message: str) -> None:
         ({"steps": -1}, "steps must be an integer, at least 0, got -1"),
         ({"start": -1.0}, "start must be .* got -1.0"),
         ({"weight_gap": 1e300, "method": "sgldlp-f"}, "beyond the range of float64; give smaller constants"),
-        ({"constants": GAUSSIAN}, "stepsize=0.001 .* needs a bound on the gradient; give the constants gradient=G"),
+        (
+            {"constants": GAUSSIAN},
+            "stepsize=0.001 .* needs a bound on the gradient; give the constants gradient=G, or theor",
+        ),
+        ({"theorem3": "blunt"}, "theorem3 must be one of 'corrected', 'sharp', 'printed', got 'blunt'"),
     ],
 )
 def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:

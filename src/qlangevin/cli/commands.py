@@ -21,74 +21,21 @@ import tyro
 
 from .._progress import progress_bar
 from .._validate import check_integer
-from ..distributed.ranks import join
-from ..experiments import bound, demo, gaussian, presets, run
+from ..distributed.ranks import PATIENCE, TIMEOUT, join
+from ..experiments import demo, presets, run
 from ..experiments.data import DatasetName
 from ..experiments.environment import cores
 from ..experiments.methods import MethodName
-from ..experiments.plotting import check_path, save_figure
-from ..experiments.score import evaluate
+from ..experiments.score import evaluate, find_samples
 from ..experiments.sweep import plan_runs, sweep
 from . import display
 from .errors import fail, rank
+from .figures import Bound, Gaussian
 
 __all__ = ["CommandLine", "Run"]
 
 Preset = TypeVar("Preset", bound=presets.Experiment)
 Runs: TypeAlias = Annotated[tuple[Path, ...], tyro.conf.Positional]
-
-
-@dataclass(frozen=True)
-class Gaussian(gaussian.GaussianSettings):
-    __doc__ = gaussian.GaussianSettings.__doc__
-
-    out: Path = Path("results/gaussian.png")
-    """File of the picture; its suffix decides the kind (png, pdf, svg)."""
-    json: bool = False
-    """Print one JSON object instead of the table, and no progress."""
-
-    def execute(self) -> int:
-        check_path(self.out)
-        with join() as ranks:
-            share = self.total_steps / ranks.size  # each rank does about as many
-            with progress_bar(share, shown=not self.json and ranks.first) as advance:
-                result = gaussian.run_gaussian(self, advance, ranks)
-        if not ranks.first:
-            return 0
-        try:
-            save_figure(self.out, lambda path: gaussian.draw(result, path))
-        finally:  # print the numbers even if the picture cannot be saved
-            rows = (dataclasses.asdict(row) | {"z": row.z} for row in result.rows)
-            if self.json:
-                display.print_json(display.as_json("gaussian", self, rows))
-            else:
-                display.print_tables(display.gaussian_table(result))
-                display.print_lines(*display.gaussian_remarks(self, result), f"picture: {self.out}")
-        return 0
-
-
-@dataclass(frozen=True)
-class Bound(bound.BoundSettings):
-    __doc__ = bound.BoundSettings.__doc__
-
-    out: Path = Path("results/bound.png")
-    """File of the picture; its suffix decides the kind (png, pdf, svg)."""
-    json: bool = False
-    """Print one JSON object instead of the tables, and no progress."""
-
-    def execute(self) -> int:
-        check_path(self.out)
-        with progress_bar(self.total_steps, shown=not self.json) as advance:
-            result = bound.run_bound(self, advance)
-        try:
-            save_figure(self.out, lambda path: bound.draw(result, path))
-        finally:
-            if self.json:
-                display.print_json(display.as_json("bound", self, map(dataclasses.asdict, result.rows)))
-            else:
-                display.print_tables(display.bound_table(result), display.terms_table(self))
-                display.print_lines(*display.bound_remarks(self, result), f"picture: {self.out}")
-        return 0
 
 
 @dataclass(frozen=True)
@@ -104,18 +51,29 @@ class Common:
 
 
 @dataclass(frozen=True)
+class Waiting:
+    """Seconds that the ranks of torchrun wait for one another."""
+
+    timeout: float = TIMEOUT
+    """Of several ranks: seconds that one may be late in a step, or give no sign of life, until the others end."""
+    patience: float = PATIENCE
+    """Of several ranks: seconds until all must have come."""
+
+
+@dataclass(frozen=True)
 class RunExperiment(Generic[Preset]):
     """Run one experiment with one method."""
 
     settings: Preset
     common: Common
+    waiting: Waiting
     resume: Path | None = None
     """Resume the run in this folder, with its own settings. The command that started it resumes it, too."""
 
     def execute(self) -> int:
         config, folder = self._choose()
         try:
-            with join() as ranks:
+            with join(patience=self.waiting.patience, timeout=self.waiting.timeout) as ranks:
                 shown = ranks.first and not self.common.json
                 with progress_bar(1.0, config.run_name, shown=shown) as advance:
                     result = run.run_experiment(config, folder, self.common.data_dir, advance, ranks, cores())
@@ -127,7 +85,9 @@ class RunExperiment(Generic[Preset]):
             display.print_json(result)
         else:
             display.print_tables(display.scores_table(config.name, [result]))
-            display.print_lines(*display.result_remarks(result), f"run: {folder}")
+            display.print_lines(
+                *display.convergence_remarks([result]), *display.result_remarks(result), f"run: {folder}"
+            )
         return 0
 
     def _resume_hint(self, config: presets.Experiment, folder: Path) -> str:
@@ -182,9 +142,8 @@ class SweepExperiment(Generic[Preset]):
             display.print_json({"runs": results, "failed": failed})
         else:
             display.print_tables(display.scores_table(self.settings.name, results))
-            display.print_lines(
-                f"{len(results)} of {len(configs)} runs done: {folder}", f"next: qlangevin report {folder}"
-            )
+            done = f"{len(results)} of {len(configs)} runs done: {folder}"
+            display.print_lines(*display.convergence_remarks(results), done, f"next: qlangevin report {folder}")
         return fail(f"failed: {'; '.join(failed)}", 1) if failed else 0
 
 
@@ -193,9 +152,9 @@ class Evaluate:
     """Score the samples of finished or unfinished runs, alone or as chains of one average."""
 
     runs: Runs
-    """Folders of runs."""
+    """Folders of runs, or of folders of runs."""
     together: bool = False
-    """Average over the samples of all runs, which may differ only in the seed."""
+    """Average over the samples of all runs, which may differ only in the seed, the number of chains and of workers."""
     ood: DatasetName | None = None
     """Data set of another kind, such as fashion-mnist for mnist: measure how well uncertainty tells it apart (AUROC)."""
     limit_test: int | None = None
@@ -208,13 +167,15 @@ class Evaluate:
     def execute(self) -> int:
         if not self.runs:
             raise ValueError("give at least one folder of a run")
-        groups = [self.runs] if self.together else [(folder,) for folder in self.runs]
+        runs = find_samples(self.runs)
+        groups = [runs] if self.together else [[folder] for folder in runs]
         with progress_bar(float(len(groups)), "evaluating", shown=not self.json) as advance:
             evaluated = [evaluate(group, self.data_dir, self.limit_test, self.ood, advance) for group in groups]
         if self.json:
             display.print_json({"runs": evaluated})
         else:
             display.print_tables(display.evaluation_table(evaluated))
+            display.print_lines(*display.convergence_remarks(evaluated))
         return 0
 
 
@@ -236,11 +197,14 @@ class Report:
 
         results = load_results(self.runs)
         page = write_report(results, self.out, self.title)
+        remarks = display.convergence_remarks(results)
         if self.json:
             verdicts = [dataclasses.asdict(claim) for claim in claims(results)]
-            display.print_json({"page": str(page), "runs": len(results), "claims": verdicts})
+            not_converged = remarks[0] if remarks else None
+            answer = {"page": str(page), "runs": len(results), "claims": verdicts, "not_converged": not_converged}
+            display.print_json(answer)
         else:
-            display.print_lines(f"{len(results)} runs: {page}")
+            display.print_lines(f"{len(results)} runs: {page}", *remarks)
         return 0
 
 
@@ -258,7 +222,7 @@ class Demo(demo.DemoSettings):
             display.print_json({"runs": made.results})
         else:
             display.print_tables(display.gaussian_table(made.gaussian), display.means_table("digits", made.results))
-            display.print_lines(*demo.remarks(made))
+            display.print_lines(*display.convergence_remarks(made.results), *demo.remarks(made))
         return 0
 
 

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 from .. import theory
 from .._version import __version__
 from ..experiments import bound, gaussian
+from ..experiments.convergence import warn_of_non_convergence
 from ..experiments.environment import environment
-from ..experiments.methods import METHODS
+from ..experiments.methods import method_name
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -24,6 +25,7 @@ __all__ = [
     "as_json",
     "bound_remarks",
     "bound_table",
+    "convergence_remarks",
     "evaluation_table",
     "gaussian_remarks",
     "gaussian_table",
@@ -71,7 +73,8 @@ def print_tables(*tables: Table) -> None:
 
 def print_lines(*text: str) -> None:
     """Print lines as they are."""
-    console().print("\n".join(text), highlight=False, markup=False, soft_wrap=True)
+    if text:
+        console().print("\n".join(text), highlight=False, markup=False, soft_wrap=True)
 
 
 def _number(value: float | None, format: str) -> str:
@@ -143,7 +146,7 @@ def scores_table(title: str, results: Iterable[dict[str, Any]]) -> Table:
     for result in results:
         scores, settings = result["scores"], result["settings"]
         out.add_row(
-            METHODS[settings["method"]].name,
+            method_name(settings["method"]),
             settings["format"],
             str(settings["seed"]),
             *_figures(scores),
@@ -157,13 +160,13 @@ def scores_table(title: str, results: Iterable[dict[str, Any]]) -> Table:
 
 def bound_table(result: bound.BoundResult) -> Table:
     """Return a table of W2: the bounds of the theorems, the exact distances and the sampled ones."""
-    columns = ("format", "α", "method", "bound", "exact", "sampled")
+    columns = ("format", "α", "method", "bound", "sharp", "exact", "sampled")
     out = _new_table("W2 to a standard Gaussian", columns, ("format", "method"))
     last: tuple[str, float] | None = None
     for row in result.rows:
         here = (row.format, row.stepsize)
         named = (row.format, f"{row.stepsize:g}") if here != last else ("", "")
-        out.add_row(*named, row.method, *(_number(x, ".4f") for x in (row.bound, row.exact, row.sampled)))
+        out.add_row(*named, row.method, *(_number(x, ".4f") for x in (row.bound, row.sharp, row.exact, row.sampled)))
         last = here
     return out
 
@@ -185,7 +188,8 @@ def bound_remarks(settings: bound.BoundSettings, result: bound.BoundResult) -> l
     best = theory.best_stepsize(theory.Constants(1.0, 1.0), settings.gap)
     bits = theory.bits_needed(theory.Constants(1.0, 1.0, hessian=1.0), accuracy=0.001)
     text = [
-        "bound: by the theorem, after infinitely many steps; exact: of the stationary law; sampled: of many chains",
+        "bound: by the theorem, after infinitely many steps; sharp: Theorem 3 with the exact error of Q^vc",
+        "exact: of the stationary law; sampled: of many chains",
         f"naive SGLDLP-L in {settings.format}: Theorem 2 is smallest at α = {best:.3g}, and grows as α goes to 0",
         f"full-precision accumulators, m = M = Ψ = d = 1, small α: {bits} (a Gaussian has Ψ = 0, and no such bias)",
     ]
@@ -196,16 +200,22 @@ def bound_remarks(settings: bound.BoundSettings, result: bound.BoundResult) -> l
 
 def result_remarks(result: dict[str, Any]) -> list[str]:
     """Return the remarks on one result."""
-    single = result["single"]
-    text = [f"the last sample alone: error {single['error']:.2%}, NLL {single['nll']:.4f}, ECE {single['ece']:.2%}"]
+    error, nll, ece = ((result["single"] or {}).get(name) for name in ("error", "nll", "ece"))
+    known = f"error {_number(error, '.2%')}, NLL {_number(nll, '.4f')}, ECE {_number(ece, '.2%')}"
+    text = [f"the last sample alone: {known}"]
     notes = [*filter(None, [result["data"]["note"]]), *result["scaled"]]
     changed = [f"scaled down or changed: {'; '.join(notes)}"] if notes else []
     return [*text, *changed, _describe_environment(result["environment"])]
 
 
+def convergence_remarks(results: Sequence[dict[str, Any]]) -> list[str]:
+    """Return the line that stands below a table of results whose R-hat is too large, if it is."""
+    return [*filter(None, [warn_of_non_convergence(results)])]
+
+
 def means_table(title: str, results: Sequence[dict[str, Any]]) -> Table:
-    """Return a table of methods and formats: means over seeds."""
-    columns = ("method", "format", "seeds", "error", "NLL", "ECE", "bytes/weight", "time")
+    """Return a table of methods and formats: means over seeds, and the worst R-hat."""
+    columns = ("method", "format", "seeds", "error", "NLL", "ECE", "R-hat", "bytes/weight", "time")
     out = _new_table(title, columns, ("method", "format"))
     groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for result in results:
@@ -214,8 +224,9 @@ def means_table(title: str, results: Sequence[dict[str, Any]]) -> Table:
         error, nll, ece = (sum(r["scores"][name] for r in runs) / len(runs) for name in ("error", "nll", "ece"))
         seconds = sum(r["seconds"]["train"] for r in runs) / len(runs)
         held = f"{runs[0]['memory']['training']:.1f}"
-        figures = (f"{error:.2%}", f"{nll:.4f}", f"{ece:.2%}", held, f"{seconds:.1f} s")
-        out.add_row(METHODS[method].name, format, str(len(runs)), *figures)
+        r_hat = _number(max((r["r_hat"] for r in runs if r["r_hat"] is not None), default=None), ".2f")
+        figures = (f"{error:.2%}", f"{nll:.4f}", f"{ece:.2%}", r_hat, held, f"{seconds:.1f} s")
+        out.add_row(method_name(method), format, str(len(runs)), *figures)
     return out
 
 
@@ -226,7 +237,7 @@ def evaluation_table(found: Sequence[dict[str, Any]]) -> Table:
     for one in found:
         scores, settings, ood = one["scores"], one["settings"], one["ood"] or {}
         out.add_row(
-            METHODS[settings["method"]].name,
+            method_name(settings["method"]),
             settings["format"],
             str(len(one["runs"])),
             *_figures(scores),

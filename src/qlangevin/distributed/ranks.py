@@ -1,12 +1,14 @@
 """Ranks: the processes of a job, how they meet, form groups and compare their settings.
 
 A rank is a process that `torchrun`, or another launcher that sets the same variables, has started. The messages sent here are
-small and go over the CPU. A rank that is missing is an error on all others within seconds.
+small and go over the CPU. A rank that does not come or that ends is an error on all others within seconds, one that is frozen
+within a timeout (`heartbeat`); none outlives its torchrun (`orphans`).
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -22,6 +24,8 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from .._validate import check_integer, check_number, describe_differences
+from .heartbeat import Heartbeat, State, current_heartbeat
+from .orphans import end_with_torchrun
 
 __all__ = [
     "ALONE",
@@ -39,6 +43,11 @@ VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # Parts of the messages with which gloo reports a lost connection.
 LOST_CONNECTION = ("Connection closed", "Connection reset", "Broken pipe", "imed out", "imeout", "remote worker")
 PATIENCE = 30.0  # seconds for all ranks to come: they have to import PyTorch
+# Seconds that a rank may be late for a step's collectives, or give no sign of life: enough for the first rank to write a
+# checkpoint to a slow disk, or for one to compile a model. `Ranks.wait(patient=True)` is for what takes longer.
+TIMEOUT = 300.0
+LEAST_TIMEOUT = 0.5
+_times = itertools.count()
 # Address -> (store, times this process has joined there). Each time has keys of its own, so that no rank reads those of the last.
 _stores: dict[tuple[str, ...], tuple[Any, int]] = {}
 
@@ -58,15 +67,7 @@ class Ranks:
     size: int = 1
     group: Any = None
     part: int = 0
-    timeout: float = 1800.0
-
-    def patient(self, timeout: float = 7 * 86400.0) -> Ranks:
-        """Return the same ranks with a longer timeout. All of them must call this, at about the same time."""
-        if self.group is None:
-            return self
-        members, limit = dist.get_process_group_ranks(self.group), timedelta(seconds=timeout)
-        group = dist.new_group(members, limit, backend="gloo", use_local_synchronization=True)
-        return Ranks(self.rank, self.size, group, self.part, timeout)
+    timeout: float = TIMEOUT
 
     @property
     def first(self) -> bool:
@@ -87,11 +88,18 @@ class Ranks:
         group = dist.new_group(mine, limit, use_local_synchronization=True)  # without the ranks of other parts
         return Ranks(self.rank % size, size, group, part, self.timeout)
 
-    def wait(self) -> None:
-        """Block until all ranks have called this; raise MissingRankError at once if one has ended."""
-        if self.group is not None:
-            with report_missing_rank("while the ranks waited for one another"):
-                dist.barrier(self.group)
+    def wait(self, *, patient: bool = False) -> None:
+        """Block until all ranks have called this; raise MissingRankError at once if one has ended.
+
+        A rank may be late by the timeout; with ``patient``, by as long as it gives signs of life.
+        """
+        if self.group is None:
+            return
+        when, heartbeat = "while the ranks waited for one another", current_heartbeat() if patient else None
+        if heartbeat is not None and (missing := heartbeat.meet(dist.get_process_group_ranks(self.group))):
+            raise MissingRankError(f"{missing}, {when}; what was stored before is safe")
+        with report_missing_rank(when):
+            dist.barrier(self.group)
 
 
 ALONE = Ranks()
@@ -103,34 +111,61 @@ def launched() -> bool:
 
 
 @contextmanager
-def join(backend: str | None = None, *, patience: float = PATIENCE, timeout: float = 1800.0) -> Iterator[Ranks]:
+def join(backend: str | None = None, *, patience: float = PATIENCE, timeout: float = TIMEOUT) -> Iterator[Ranks]:
     """Join the process group of this job and leave it at the end; outside of a job, yield a rank that is alone.
 
-    A process group that the caller has initialized is used as it is, and is not left.
+    A process group that the caller has initialized is used as it is, with its own timeout, and is not left. A process that
+    torchrun has started is killed when torchrun ends, from here on.
 
     Args:
         backend: as for `torch.distributed.init_process_group`; by default gloo for CPU and, where there are GPUs, NCCL too.
         patience: seconds until all ranks must have come.
-        timeout: seconds a rank may be late afterwards, while it writes a sample, for example. A process that has ended is
-            noticed at once.
+        timeout: seconds a rank may be late afterwards, while it writes a sample, for example, and seconds until one that is
+            frozen is missed. A process that has ended is noticed at once.
     """
-    patience = check_number("patience", patience)
-    timeout = max(patience, check_number("timeout", timeout))
+    patience, timeout = check_number("patience", patience), check_number("timeout", timeout)
+    if timeout < LEAST_TIMEOUT:
+        raise ValueError(f"timeout must be at least {LEAST_TIMEOUT:g} seconds, got {timeout:g}")
     own = not dist.is_initialized()
     if own and not launched():
         yield ALONE
         return
     rank, size = _read_variables() if own else (dist.get_rank(), dist.get_world_size())
     if own:
+        end_with_torchrun()
         _meet(backend, rank, size, patience, timeout)
     ranks = Ranks(rank, size, dist.group.WORLD, timeout=timeout)
+    heartbeat = _start_heartbeat(ranks, "" if own else next(_times))
+    state: State = "ended"
     try:
         with report_missing_rank("while the ranks worked together"):
             yield ranks
         ranks.wait()  # a rank that leaves closes the connections of the others
+    except MissingRankError:
+        state = "misses others"
+        raise
     finally:
+        if heartbeat is not None:
+            heartbeat.announce(state)
         if own and dist.is_initialized():
             dist.destroy_process_group()
+        if heartbeat is not None:
+            heartbeat.stop()
+
+
+def _start_heartbeat(ranks: Ranks, time: int | str) -> Heartbeat | None:
+    """Give signs of life, if there are other ranks and a store on the network to give them in.
+
+    ``time`` distinguishes the times that ranks join an existing group, so that none reads the beats of the last.
+    """
+    store = dist.distributed_c10d._get_default_store()
+    inner = store
+    while isinstance(inner, PrefixStore):
+        inner = inner.underlying_store
+    if ranks.size == 1 or not isinstance(inner, TCPStore):
+        return None
+    keys = PrefixStore(f"qlangevin heartbeat {time}", store)
+    return Heartbeat(keys, ranks.rank, ranks.size, ranks.timeout, _serves_store(ranks.rank))
 
 
 def _read_variables() -> tuple[int, int]:
@@ -178,9 +213,13 @@ def _connect_store(rank: int, size: int, patience: float) -> Any:
     `init_process_group` would make one by itself, but could not name the ranks that are missing.
     """
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     limit = timedelta(seconds=patience)
-    return TCPStore(host, port, size, serves, limit, wait_for_workers=False, multi_tenant=True)
+    return TCPStore(host, port, size, _serves_store(rank), limit, wait_for_workers=False, multi_tenant=True)
+
+
+def _serves_store(rank: int) -> bool:
+    """Return True if this rank serves the store where ranks meet, and not torchrun."""
+    return rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
 
 def _await_ranks(store: Any, size: int, patience: float) -> None:
@@ -210,7 +249,9 @@ def report_missing_rank(when: str) -> Iterator[None]:
         gloo = "gloo" in str(error) and any(words in str(error) for words in LOST_CONNECTION)
         if not gloo and not isinstance(error, dist.DistError):
             raise
-        raise MissingRankError(f"another rank is gone, or too late, {when}; what was stored before is safe") from error
+        heartbeat = current_heartbeat()
+        who = "another rank is gone, or too late" if heartbeat is None else heartbeat.name_missing()
+        raise MissingRankError(f"{who}, {when}; what was stored before is safe") from error
 
 
 def _tensor(values: Any, dtype: torch.dtype, group: Any) -> Tensor:

@@ -1,6 +1,7 @@
 """Theorems 1, 2 and 3 compared with the chains: W2 to a standard Gaussian, U(θ) = θ²/2, in fixed point.
 
     bound      the bound of the theorem after infinitely many steps
+    sharp      the same with the least variance of rounding that we can prove for Theorem 3, see `theory.bounds`
     exact      the distance of the stationary law of the chain, computed without sampling
     sampled    the distance of many parallel chains, started from the target as in Figure 1, with the same burn-in
 
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 __all__ = ["BoundResult", "BoundRow", "BoundSettings", "draw", "run_bound", "terms"]
 
 MAX_STEPSIZE = 1.0  # 2/(m + M)
+CORRECTED = "VC SGLDLP-L"  # the method of Theorem 3
+SHARP = f"{CORRECTED}, sharp"
 GREY, DASHES = "#777777", (0, (5, 2.5))
 DOTS: dict[str, Any] = {
     "marker": "o",
@@ -121,13 +124,17 @@ class BoundSettings:
 
 @dataclass(frozen=True)
 class BoundRow:
-    """W2 of one method in one format at one stepsize; None where it is not known exactly, or was not sampled."""
+    """W2 of one method in one format at one stepsize; None where it is not known exactly, or was not sampled.
+
+    ``sharp`` is of Theorem 3 only.
+    """
 
     format: str
     frac: int
     stepsize: float
     method: str
     bound: float
+    sharp: float | None
     exact: float | None
     sampled: float | None
     steps: int | None
@@ -161,16 +168,17 @@ def _row(format: str, alpha: float, method: str, sampled: gaussian.GaussianRow |
         stepsize=alpha,
         method=method,
         bound=limit(method, alpha, fixed.step),
+        sharp=limit(method, alpha, fixed.step, "sharp") if method == CORRECTED else None,
         exact=_distance(method, known),
         sampled=sampled.w2 if sampled else None,
         steps=sampled.steps if sampled else None,
     )
 
 
-def limit(method: str, alpha: float, gap: float) -> float:
+def limit(method: str, alpha: float, gap: float, theorem3: theory.Theorem3 = "corrected") -> float:
     """Return the theorem's bound after infinitely many steps."""
     constants = theory.Constants(1.0, 1.0, gradient=mean_gradient(alpha, gap))
-    return theory.bound(method, constants, alpha, gap).floor
+    return theory.bound(method, constants, alpha, gap, theorem3=theorem3).floor
 
 
 def mean_gradient(alpha: float, gap: float) -> float:
@@ -209,11 +217,10 @@ def terms(
     steps: int | None = None,
     start: float = 0.0,
 ) -> dict[str, theory.Bound]:
-    """Return the bounds of all three methods, term by term; the arguments are those of `theory.bound`."""
-    return {
-        name: theory.bound(name, constants, stepsize, weight_gap, gradient_gap, steps, start)
-        for name in gaussian.METHODS
-    }
+    """Return the bounds of all three methods, term by term, Theorem 3 also sharp; the arguments are those of `theory.bound`."""
+    arguments = (constants, stepsize, weight_gap, gradient_gap, steps, start)
+    each = {name: theory.bound(name, *arguments) for name in gaussian.METHODS}
+    return {**each, SHARP: theory.bound(CORRECTED, *arguments, theorem3="sharp")}
 
 
 def draw(result: BoundResult, path: Path) -> None:
@@ -252,8 +259,10 @@ def _draw_by_stepsize(ax: Axes, result: BoundResult, method: str) -> None:
     alphas = [min(high, low * (high / low) ** (k / 400)) for k in range(401)]
     here = {row.stepsize: row for row in result.rows if row.method == method and row.format == settings.format}
     _draw_curves(ax, method, alphas, [limit(method, alpha, gap) for alpha in alphas], settings.stepsizes, here)
-    if method == "VC SGLDLP-L" and low < gap * gap / 8 < high:
-        _mark(ax, gap * gap / 8, limit(method, gap * gap / 7.99, gap))
+    if method == CORRECTED:
+        _draw_sharp(ax, alphas, [limit(method, alpha, gap, "sharp") for alpha in alphas])
+        if low < gap * gap / 8 < high:
+            _mark(ax, gap * gap / 8, limit(method, gap * gap / 7.99, gap))
 
 
 def _draw_by_bits(ax: Axes, result: BoundResult, method: str) -> None:
@@ -264,8 +273,15 @@ def _draw_by_bits(ax: Axes, result: BoundResult, method: str) -> None:
     rows = [row for row in result.rows if row.method == method and row.stepsize == alpha]
     here = {float(row.frac): row for row in rows if row.format in settings.formats}
     _draw_curves(ax, method, bits, [limit(method, alpha, 2.0**-frac) for frac in bits], settings.frac, here)
-    if method == "VC SGLDLP-L" and low < (frac := -math.log2(8 * alpha) / 2) < high:
-        _mark(ax, frac, limit(method, alpha, 2.0 ** -(frac + 1e-3)))
+    if method == CORRECTED:
+        _draw_sharp(ax, bits, [limit(method, alpha, 2.0**-frac, "sharp") for frac in bits])
+        if low < (frac := -math.log2(8 * alpha) / 2) < high:
+            _mark(ax, frac, limit(method, alpha, 2.0 ** -(frac + 1e-3)))
+
+
+def _draw_sharp(ax: Axes, x: list[float], allowed: list[float]) -> None:
+    """Draw the sharp form of Theorem 3."""
+    ax.plot(x, allowed, color=gaussian.COLOURS[CORRECTED], linewidth=1.2, linestyle=":")
 
 
 def _mark(ax: Axes, x: float, y: float) -> None:
@@ -296,9 +312,10 @@ def _legend(result: BoundResult) -> list[Line2D]:
         for number, name in enumerate(gaussian.METHODS, 1)
     ]
     theorem = Line2D([], [], color=GREY, linewidth=1.4, linestyle=DASHES, label="theorem, after infinitely many steps")
+    sharp = Line2D([], [], color=gaussian.COLOURS[CORRECTED], linewidth=1.2, linestyle=":", label="Theorem 3, sharp")
     law = Line2D([], [], color=GREY, linewidth=2.2, label="exact stationary law")
     if result.resolution is None:
-        return [names[0], theorem, names[1], law, names[2]]
+        return [names[0], theorem, names[1], law, names[2], sharp]
     dots = Line2D([], [], color=GREY, **DOTS, label=f"sampled, {result.settings.chains} chains")
     draws = Line2D([], [], color=GREY, linewidth=1, linestyle=":", label="as many draws from the target itself")
-    return [names[0], theorem, names[1], law, names[2], dots, Line2D([], [], linestyle="", label=" "), draws]
+    return [names[0], theorem, names[1], law, names[2], dots, sharp, draws]

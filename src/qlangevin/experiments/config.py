@@ -18,9 +18,19 @@ from ..sampling.schedules import ConstantLR, CyclicalLR, LinearDecayLR, Schedule
 from .data import Data, DatasetName, load_dataset
 from .methods import METHODS, Method, MethodName
 
-__all__ = ["Experiment", "PaperRow"]
+__all__ = ["CHANGE_NO_NUMBER", "MAY_DIFFER_IN_SEEDS", "Experiment", "PaperRow"]
 
 PaperRow: TypeAlias = tuple[MethodName, str | None]  # of a table or figure: method and format, None for full precision
+
+# Settings by what they decide. Folders, --jobs, --timeout and the number of ranks are no settings: they are not saved with a run.
+CHANGE_NO_NUMBER = ("workers",)  # a run may be resumed with others
+MAY_DIFFER_IN_SEEDS = ("seed", *CHANGE_NO_NUMBER)  # of runs whose scores are averaged: each estimates the same number
+SAME_LAW = (
+    "seed",
+    "chains",
+    *CHANGE_NO_NUMBER,
+)  # of runs whose samples are averaged: which chains of one law, and how many
+SCORED_ON = ("limit_test",)  # the test set; of no consequence for samples
 
 
 @dataclass(frozen=True)
@@ -148,6 +158,17 @@ class Experiment(ABC):
         samples = self.samples if self.method_settings.noise else 1
         return self.schedule_type(sampler, total_steps, samples, burn_in=self.burn_in)
 
+    @property
+    def law(self) -> dict[str, Any]:
+        """Settings that decide the law of the samples; runs that share it can be averaged, as chains of one target.
+
+        Formats are compared by what they come to: activations "auto" with the format it stands for, no wire with an fp32 one.
+        """
+        left_out = (*SAME_LAW, *SCORED_ON)
+        settings = {name: value for name, value in self.to_json().items() if name not in left_out}
+        wire = None if self.wire == "fp32" else self.wire
+        return settings | {"activations": self.activation_format, "wire": wire}
+
     def load_data(self, data_dir: Path | None) -> Data:
         """Load the data set of the experiment; download it if it is missing and ``data_dir`` is None."""
         return load_dataset(self.data, data_dir, **self.load_options())
@@ -159,7 +180,7 @@ class Experiment(ABC):
     def _changed(self) -> dict[str, tuple[Any, Any]]:
         """Return (here, in the paper) for each setting that differs, without those that identify the run."""
         own = {f.name: f.default for f in fields(self)}
-        left_out = ("method", "format", "activations", "seed", "workers", "chains", "wire")
+        left_out = ("method", "format", "activations", "wire", *SAME_LAW)
         here = {name: value for name, value in asdict(self).items() if name not in left_out}
         return {name: (value, own[name]) for name, value in here.items() if value != own[name]}
 

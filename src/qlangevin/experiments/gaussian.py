@@ -171,7 +171,6 @@ def run_gaussian(
     quantize(torch.zeros(1), settings.format)
     cases = [(alpha, name) for alpha in settings.stepsizes for name in METHODS]
     found: dict[int, tuple[GaussianRow, Tensor]] = {}
-    patient = ranks.patient()  # some ranks have more to do than others
     if ranks.size > 1:
         agree({f.name: getattr(settings, f.name) for f in fields(GaussianSettings)}, ranks.group)
     for i in range(ranks.rank, len(cases), ranks.size):
@@ -182,7 +181,8 @@ def run_gaussian(
         seconds = time.perf_counter() - before
         found[i] = _summarize(name, alpha, settings, samples, known, seconds), _shares(samples, points)
     if ranks.size > 1:
-        found = _gather_rows(found, patient)
+        ranks.wait(patient=True)  # some ranks have more to do than others
+        found = _gather_rows(found, ranks)
     rows, shares = zip(*(found[i] for i in range(len(cases))), strict=True)
     return GaussianResult(settings, points, rows, shares)
 

@@ -12,7 +12,7 @@ from typing import Literal, TypeAlias
 
 from ..quantization.operators import Rounding
 
-__all__ = ["METHODS", "Method", "MethodName"]
+__all__ = ["METHODS", "Method", "MethodName", "method_name"]
 
 MethodName: TypeAlias = Literal[
     "sgdfp", "sgldfp", "csgldfp", "sgdlp-f", "sgdlp-l", "sgldlp-f", "naive-sgldlp-l", "vc-sgldlp-l", "csgldlp-f",
@@ -54,3 +54,8 @@ METHODS: dict[str, Method] = {
     "nearest-sgdlp-l": Method("SGDLP-L, nearest", noise=False, rounding="nearest"),
     "nearest-sgldlp-l": Method("SGLDLP-L, nearest", rounding="nearest", starts_from="nearest-sgdlp-l"),
 }
+
+
+def method_name(key: str) -> str:
+    """Return the name of a method in the paper; of an unknown one, as in a file of another version, the key itself."""
+    return METHODS[key].name if key in METHODS else key

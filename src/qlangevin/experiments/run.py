@@ -27,15 +27,18 @@ from ..storage import files
 from ..storage.sample import chain_folder, chain_folders
 from ..storage.store import SampleStore
 from .chain import Chain, prepare_chain, train_chain
+from .config import CHANGE_NO_NUMBER
+from .convergence import describe_non_convergence
 from .data import Data, make_loader
 from .environment import cores, environment
 from .presets import CONFIG, Experiment, read_config
 from .processes import Progress, ignore_progress, run_in_processes
+from .results import RESULT, read_result
 from .score import TEST_BATCH, open_posterior, score
 
 __all__ = ["RESULT", "is_finished", "read_result", "run_experiment"]
 
-RESULT, WARM_START = "result.json", "begin"
+WARM_START = "begin"
 
 
 @dataclass(frozen=True)
@@ -83,7 +86,6 @@ def run_experiment(
         agree({"settings": config.to_json(), "a run in the folder": begun, "a result in it": done}, ranks.group)
     if done:
         return read_result(folder)
-    patient = ranks.patient()  # some ranks have more to do than others
     data = _load_data(config, data_dir, ranks)
     shares = _divide_work(config, data)
     if not begun:  # only now, since the settings fit together: a mistake must not occupy the folder
@@ -93,19 +95,20 @@ def run_experiment(
     spec = RunSpec(config, folder, data_dir)
     chains = _run_chains(spec, data, _scale(progress, shares.training), ranks, jobs)
     if ranks.size > 1:
-        parts = gather(chains, patient.group)
+        ranks.wait(patient=True)  # some ranks have more to do than others
+        parts = gather(chains, ranks.group)
         chains = {int(i): ChainSummary(*summary) for part in parts for i, summary in part.items()}
     if ranks.first:
         result = _score_run(spec, data, chains, ranks, _scale(progress, shares.scoring))
         files.write(folder / RESULT, [json.dumps(result, indent=1, allow_nan=False).encode()])
-    patient.wait()  # for the first rank, which scores
+    ranks.wait(patient=True)  # for the first rank, which scores
     return read_result(folder)
 
 
 def _is_begun(config: Experiment, folder: Path) -> bool:
     """Return whether the folder holds this run already. Raises ValueError if it holds anything else."""
     if (folder / CONFIG).exists():
-        there = replace(read_config(folder), workers=config.workers)  # workers may change: they change no number
+        there = replace(read_config(folder), **{name: getattr(config, name) for name in CHANGE_NO_NUMBER})
         if wrong := describe_differences(there.to_json(), config.to_json()):
             raise ValueError(f"{folder} holds another run: {', '.join(wrong)}; choose another folder with --out")
         return True
@@ -115,15 +118,11 @@ def _is_begun(config: Experiment, folder: Path) -> bool:
 
 
 def is_finished(config: Experiment, folder: Path) -> bool:
-    """Return whether the folder holds the result of this run. Raises ValueError if it holds another run."""
-    return _is_begun(config, folder) and (folder / RESULT).exists()
-
-
-def read_result(folder: Path) -> dict[str, Any]:
-    """Return the result of a finished run."""
-    file = folder / RESULT
-    result: dict[str, Any] = files.parse_json(files.read(file, f"the result {file}"), f"the result {file}")
-    return result
+    """Return whether the folder holds the result of this run. Raises ValueError if it holds another run, or a damaged result."""
+    if not _is_begun(config, folder) or not (folder / RESULT).exists():
+        return False
+    read_result(folder)  # a damaged one is an error now, not after all other runs of a sweep
+    return True
 
 
 # ---- preparing
@@ -142,10 +141,11 @@ def _check_ranks(config: Experiment, ranks: Ranks) -> None:
 def _load_data(config: Experiment, data_dir: Path | None, ranks: Ranks) -> Data:
     """Load the data, the same on all ranks; the first finds or downloads them before the others look."""
     if not ranks.first:
-        ranks.wait()
+        ranks.wait(patient=True)
     data = config.load_data(data_dir)
     if ranks.first:
-        ranks.wait()
+        ranks.wait(patient=True)
+    ranks.wait(patient=True)  # to read them may take long, too
     if ranks.size > 1:
         agree({"training examples": len(data.train), "test examples": len(data.test), "data": data.note}, ranks.group)
     return data
@@ -243,7 +243,7 @@ def _score_run(
         )
     weights = sum(p.numel() for p in average.model.parameters())
     stored = sum(store.nbytes for store in stores) / len(average)
-    return {
+    result = {
         "experiment": config.name,
         "version": __version__,
         "command": config.command,
@@ -263,3 +263,4 @@ def _score_run(
         },
         "finished": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
+    return {**result, "not_converged": describe_non_convergence(result)}

@@ -6,7 +6,6 @@ also against a data set of another kind. torchmetrics and ArviZ are imported on 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,19 +14,22 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from .._validate import describe_differences
 from ..lowering.layers import lower
 from ..prediction.posterior import Posterior
 from ..storage.sample import chain_folders
 from ..storage.store import SampleStore
 from .chain import build_network
+from .convergence import convergence, describe_non_convergence
 from .data import Data, DatasetName, Examples, load_dataset, make_loader
-from .presets import Experiment, read_config
+from .presets import CONFIG, Experiment, read_config
 from .processes import Progress, ignore_progress
+from .results import RESULT, find_runs
 
 if TYPE_CHECKING:
     from ..prediction.metrics import Reliability, Scores
 
-__all__ = ["TEST_BATCH", "convergence", "evaluate", "open_posterior", "score"]
+__all__ = ["TEST_BATCH", "evaluate", "find_samples", "open_posterior", "score"]
 
 TEST_BATCH = 500
 
@@ -102,18 +104,6 @@ def _align_chains(values: list[float], lengths: list[int]) -> Tensor:
     return torch.stack([chain[-min(lengths) :] for chain in torch.tensor(values).split(lengths)])
 
 
-def convergence(log_likelihood: Tensor) -> dict[str, float | None]:
-    """Return R-hat and effective sample size of chains (chain, draw), or of the halves of one; None if too short."""
-    from ..prediction import diagnostics
-
-    chains, draws = log_likelihood.shape
-    if draws < (diagnostics.MIN_DRAWS if chains > 1 else 2 * diagnostics.MIN_DRAWS):
-        return {"r_hat": None, "ess": None}
-    r_hat, ess, _ = diagnostics.summarize(log_likelihood).worst
-    known = math.isfinite(r_hat)
-    return {"r_hat": r_hat if known else None, "ess": ess if known else None}
-
-
 def evaluate(
     folders: Sequence[Path],
     data_dir: Path | None = None,
@@ -121,14 +111,12 @@ def evaluate(
     ood: DatasetName | None = None,
     progress: Progress = ignore_progress,
 ) -> dict[str, Any]:
-    """Score the average over the samples of all these runs, which may differ only in their seed.
+    """Score the average over the samples of all these runs, chains of one law (`Experiment.law`).
 
     ``ood`` names a data set of another kind, to be distinguished from the test set by the uncertainty of the average.
     ``progress`` receives the share of the work just done.
     """
-    config = _common_config([read_config(folder) for folder in folders], folders)
-    if limit_test is not None:
-        config = replace(config, limit_test=limit_test)
+    config = _common_config([read_config(folder) for folder in folders], folders, limit_test)
     for folder in folders:
         if not all(len(SampleStore.open(chain)) for chain in chain_folders(folder)):
             raise ValueError(f"the run in {folder} has no samples yet")
@@ -136,7 +124,7 @@ def evaluate(
     average = open_posterior(config, data, *folders)
     batches = make_loader(data.test, TEST_BATCH, shuffle=False, workers=config.workers)
     scored = score(average, batches, lambda label, n: progress(label, n / len(data.test)))
-    return {
+    found = {
         "experiment": config.name,
         "runs": [str(folder) for folder in folders],
         "settings": config.to_json(),
@@ -144,14 +132,44 @@ def evaluate(
         **scored,
         "ood": None if ood is None else _score_ood(average, data.test, config, ood, data_dir),
     }
+    return {**found, "not_converged": describe_non_convergence(found)}
 
 
-def _common_config(configs: Sequence[Experiment], folders: Sequence[Path]) -> Experiment:
-    """Return the configuration of the first run; raise ValueError if another differs from it in more than the seed."""
+def find_samples(paths: Iterable[Path]) -> list[Path]:
+    """Return the folders of all runs, finished or not: those given, those below a folder that is none, those of result files."""
+    found: list[Path] = []
+    for path in paths:
+        if path.is_file():
+            if path.name != RESULT:
+                raise ValueError(f"{path} is a file and holds no samples; give the folders of runs")
+            path = path.parent
+        # Not below a run: there is at most the run that it started from.
+        below = [path] if (path / CONFIG).exists() or not path.is_dir() else find_runs(path, CONFIG)
+        if not below:
+            raise ValueError(f"there is no run in or below {path}: no folder has a {CONFIG}")
+        found += [run for run in below if not any(run != other and run.is_relative_to(other) for other in below)]
+    each: dict[Path, Path] = {}
+    for run in found:
+        each.setdefault(run.resolve(), run)
+    return list(each.values())
+
+
+def _common_config(configs: Sequence[Experiment], folders: Sequence[Path], limit_test: int | None) -> Experiment:
+    """Return the configuration of the first run; raise ValueError if the samples of another cannot be averaged with its own."""
+    first, seeds = configs[0], dict[int, Path]()
     for config, folder in zip(configs, folders, strict=True):
-        if replace(config, seed=configs[0].seed) != configs[0]:
-            raise ValueError(f"{folder} and {folders[0]} differ in more than the seed, and cannot be averaged")
-    return configs[0]
+        if wrong := describe_differences(first.law, config.law, sides=(f"in {folders[0]}", f"in {folder}")):
+            raise ValueError(f"{folder} and {folders[0]} cannot be averaged: {'; '.join(wrong)}")
+        if config.seed in seeds:
+            raise ValueError(
+                f"{folder} and {seeds[config.seed]} have the same seed, {config.seed}: the same chain twice"
+            )
+        if limit_test is None and config.limit_test != first.limit_test:
+            raise ValueError(
+                f"{folder} and {folders[0]} were tested on different examples; choose some with --limit-test"
+            )
+        seeds[config.seed] = folder
+    return first if limit_test is None else replace(first, limit_test=limit_test)
 
 
 def _score_ood(

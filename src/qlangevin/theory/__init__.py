@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from .bounds import Algorithm, Bits, Bound, Constants, best_stepsize, bits_needed, bound
+from .bounds import Algorithm, Bits, Bound, Constants, Theorem3, best_stepsize, bits_needed, bound
 from .stationary import Method, Stationary, Target, grid, stationary, wasserstein2
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "Method",
     "Stationary",
     "Target",
+    "Theorem3",
     "best_stepsize",
     "bits_needed",
     "bound",

@@ -21,6 +21,17 @@ the larger of two sums for the sum of what is larger. The error of Q^vc is e = �
 noise. If 2α ≤ Δ_W²/4 then a weight has variance 2α, or v_s where that is more, and contributes max(2α, v_s) + 2α, which
 is at most 4α + v_s. The E[v_s] of all weights together are at most αΔ_W G.
 
+``theorem3="sharp"`` takes less. With v_0 = Δ_W²/4 and s = √(2α) - √(2α - v_0),
+
+    3  VC SGLDLP-L       A = (s² + v_0) d ≤ 2 v_0 d             if 2α > v_0
+                         A = min(4αd + αΔ_W G, (2α + v_0) d)    otherwise; without G the second
+
+If 2α > v_0 then θ = μ + √(2α - v_0) ξ + η, where η, the error of the three outcomes, has mean 0 and variance v_0 whatever ξ
+is. So e = sξ - η, the two parts are uncorrelated, and E‖e‖² is not only at most but equal to (s² + v_0) d; the paper bounds
+|η| and the parts one by one and arrives at 5 v_0 d. As s ≤ v_0/√(2α) < √v_0, it is below 2 v_0 d. Otherwise a weight
+contributes max(2α, v_s) + 2α as above, and v_s ≤ v_0 where nothing is known of the gradient. Both cases are 2 v_0 d where
+they meet, at 2α = v_0.
+
 The proof of Theorem 3 also takes e for centred given ψ, which it is only given the step before. The theorem holds all
 the same, and so do Theorems 2 and 3 without bias and rounding. Let the diffusion L_t start in π and share the noise ξ.
 In one step θ - L shrinks by 1 - αm, and V - e is added, where V = ∫ ∇U(L_t) - ∇U(L_0) dt is what discretization costs.
@@ -33,12 +44,13 @@ import math
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
 
-from .._validate import check_integer, check_number
+from .._validate import check_choice, check_integer, check_number
 
-__all__ = ["Algorithm", "Bits", "Bound", "Constants", "best_stepsize", "bits_needed", "bound"]
+__all__ = ["Algorithm", "Bits", "Bound", "Constants", "Theorem3", "best_stepsize", "bits_needed", "bound"]
 
 Algorithm: TypeAlias = Literal["sgldlp-f", "naive-sgldlp-l", "vc-sgldlp-l"]
 ALGORITHMS: tuple[Algorithm, ...] = get_args(Algorithm)  # of Theorems 1, 2 and 3
+Theorem3: TypeAlias = Literal["corrected", "sharp", "printed"]
 
 
 @dataclass(frozen=True)
@@ -128,7 +140,7 @@ def bound(
     gradient_gap: float = 0.0,
     steps: int | None = None,
     start: float = 0.0,
-    printed: bool = False,
+    theorem3: Theorem3 = "corrected",
 ) -> Bound:
     """Return the bound for one of the three methods.
 
@@ -140,11 +152,13 @@ def bound(
         gradient_gap: Δ_G.
         steps: K; None is infinity.
         start: W_2(μ_0, π).
-        printed: take the A that the paper prints in Theorem 3 where 2α ≤ Δ_W²/4, which is too small.
+        theorem3: A of VC SGLDLP-L: "corrected" is the paper's, but for the case 2α ≤ Δ_W²/4; "sharp" is at most that, and
+            needs no G; "printed" is the paper's own, which is too small in that case. See the module for all three.
     """
+    check_choice("theorem3", theorem3, get_args(Theorem3))
     name, c = _algorithm(method), constants
     alpha, m = _stepsize(stepsize, c), c.convexity
-    variance = _rounding_variance(name, c, alpha, check_number("weight_gap", weight_gap), printed)
+    variance = _rounding_variance(name, c, alpha, check_number("weight_gap", weight_gap), theorem3)
     gradient = check_number("gradient_gap", gradient_gap) * math.sqrt(c.dimension) / 2
     check_number("start", start)
     error = math.sqrt(variance)
@@ -220,21 +234,25 @@ def bits_needed(constants: Constants, accuracy: float, sgd_rate: float | None = 
     return Bits(accuracy, min(_log2(square, accuracy) / 2, _log2(linear, accuracy)), _log2(rate, accuracy))
 
 
-def _rounding_variance(method: Algorithm, c: Constants, alpha: float, gap: float, printed: bool) -> float:
+def _rounding_variance(method: Algorithm, c: Constants, alpha: float, gap: float, theorem3: Theorem3) -> float:
     """Return A, for all weights together."""
-    most = gap * gap / 4
+    most, d = gap * gap / 4, c.dimension
     if method != "vc-sgldlp-l":
-        return most * c.dimension
+        return most * d
     if 2 * alpha > most:
-        return 5 * most * c.dimension
+        shift = most / (math.sqrt(2 * alpha) + math.sqrt(2 * alpha - most))  # s, without cancellation
+        return (shift * shift + most) * d if theorem3 == "sharp" else 5 * most * d
+    if theorem3 == "sharp":
+        by_gradient = math.inf if c.gradient is None else 4 * alpha * d + gap * alpha * c.gradient
+        return min(by_gradient, (2 * alpha + most) * d)
     if c.gradient is None:
         raise ValueError(
             f"with stepsize={alpha} and weight_gap={gap}, where 2α is at most Δ²/4, Theorem 3 needs "
-            "a bound on the gradient; give the constants gradient=G"
+            'a bound on the gradient; give the constants gradient=G, or theorem3="sharp"'
         )
-    if printed:
-        return max(2 * gap * alpha * c.gradient, 4 * alpha * c.dimension)
-    return 4 * alpha * c.dimension + gap * alpha * c.gradient
+    if theorem3 == "printed":
+        return max(2 * gap * alpha * c.gradient, 4 * alpha * d)
+    return 4 * alpha * d + gap * alpha * c.gradient
 
 
 def _algorithm(name: str) -> Algorithm:

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...storage import files
+from ..results import Result, check_result, drop_repeated
 from .document import Block, Document, Given, Picture, Text
 from .markdown import write_markdown
 from .page import KINDS, write_page
-from .results import Result, check_result, drop_repeated
 from .sections import build_document
 
 __all__ = ["Lead", "write_report"]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Literal, TypeAlias
 
-from .results import Result
+from ..results import Result
 from .summary import SCORES, Cells, Estimate, by_experiment, family, method_name, scores, sweep
 
 __all__ = ["DEFINITION", "Claim", "Verdict", "claims", "lower"]

@@ -9,8 +9,8 @@ from itertools import accumulate, pairwise
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ..results import Result, chain_lengths
 from .looks import FRAME, label, look, styled, window
-from .results import Result, chain_lengths
 from .summary import SCORES, Cell, Cells, Estimate, Score, method_name, score, scores, sweep
 
 if TYPE_CHECKING:

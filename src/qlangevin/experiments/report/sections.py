@@ -6,11 +6,12 @@ import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 
+from ..convergence import warn_of_non_convergence
+from ..results import Result, computing_seconds
 from . import figures
 from .claims import DEFINITION, Claim, claims
 from .document import Block, Code, Document, Note, Picture, Section, Text
 from .looks import render
-from .results import Result, computing_seconds
 from .summary import SCORES, Cells, by_experiment, method_name, mixtures, shown_formats, sweep, title
 from .tables import (
     COSTS,
@@ -73,7 +74,8 @@ def build_document(results: Sequence[Result], heading: str, lead: Sequence[Block
         if shared := {name: experiments[name] for name in names if name in experiments}:
             blocks = [paper_table(shared, *table) for table in tables]
             remarks = [note for name in shared for note in _remarks(shared[name], name)]
-            sections.append(Section(section, (Text(BESIDE), *remarks, *blocks)))
+            unmixed = [note for name in shared for note in _warn(shared[name], f"{title(name)}: ")]
+            sections.append(Section(section, (Text(BESIDE), *remarks, *blocks, *unmixed)))
     for name, cells in experiments.items():
         of = [claim for claim in found if claim.experiment == name]
         sections.append(Section(title(name), tuple(_experiment(name, cells, of))))
@@ -128,11 +130,18 @@ def _experiment(experiment: str, cells: Cells, found: Sequence[Claim]) -> Iterat
     yield _score_picture(experiment, shown)
     if not any(experiment in names for names in TABLES):
         yield scores_table(shown)
+    yield from _warn(cells)
     yield from () if swept else verdicts
     for format in formats or ["fp32"]:
         yield from _details(experiment, format, {c: runs for c, runs in shown.items() if c[1] in ("fp32", format)})
     yield _cost_picture(experiment, shown)
     yield cost_table(shown)
+
+
+def _warn(cells: Cells, prefix: str = "") -> Iterator[Note]:
+    """Yield the line that stands below tables of runs whose R-hat is too large, if it is."""
+    if text := warn_of_non_convergence([run for runs in cells.values() for run in runs]):
+        yield Note(f"{prefix}{text}")
 
 
 def _description(cells: Cells) -> str:

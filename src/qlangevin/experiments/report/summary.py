@@ -8,9 +8,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
-from ..methods import METHODS
+from ..methods import METHODS, method_name
+from ..results import INCIDENTAL, LATER, Result
 from .paper import FAMILIES, ROWS, TITLES
-from .results import INCIDENTAL, LATER, Result
 
 __all__ = [
     "SCORES", "Cell", "Cells", "Estimate", "Score", "by_cell", "by_experiment", "estimate", "family", "fractional_bits",
@@ -94,11 +94,6 @@ def scores(cells: Cells, method: str, name: str) -> dict[str, Estimate]:
 
 def title(experiment: str) -> str:
     return TITLES.get(experiment, experiment)
-
-
-def method_name(key: str) -> str:
-    """Return the name of a method in the paper."""
-    return METHODS[key].name if key in METHODS else key
 
 
 def family(format: str) -> str:

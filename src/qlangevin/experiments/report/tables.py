@@ -7,10 +7,10 @@ from itertools import product
 from typing import NamedTuple
 
 from ..methods import METHODS
+from ..results import Result, computing_seconds
 from .claims import Claim
 from .document import Heading, Table
 from .paper import FAMILIES, PAPER, ROWS
-from .results import Result, computing_seconds
 from .summary import SCORES, Cells, Estimate, Score, estimate, family, method_name, score, scores, sweep, title
 
 __all__ = [
@@ -125,9 +125,11 @@ def scores_table(cells: Cells) -> Table:
             rows.append(Heading(group_name(format)))
         last = format
         texts = [SCORES[name].bare(e) if (e := score(runs, name)) else "—" for name in names]
-        rows.append((method_name(method), *texts, str(len(runs)), _range(run["samples"] for run in runs)))
-    head = ("", *(SCORES[name].label for name in names), "seeds", "samples")
-    return Table("Scores: mean ± standard error over seeds", head, tuple(rows))
+        r_hat = max((run["r_hat"] for run in runs if run.get("r_hat") is not None), default=None)
+        worst = "—" if r_hat is None else f"{r_hat:.2f}"
+        rows.append((method_name(method), *texts, worst, str(len(runs)), _range(run["samples"] for run in runs)))
+    head = ("", *(SCORES[name].label for name in names), "R-hat", "seeds", "samples")
+    return Table("Scores: mean ± standard error over seeds, and the worst R-hat", head, tuple(rows))
 
 
 def _range(values: Iterable[int]) -> str:

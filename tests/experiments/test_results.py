@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qlangevin.experiments.report.results import check_result, computing_seconds, drop_repeated, load_results
+from qlangevin.cli.main import main
+from qlangevin.experiments.presets import Digits
+from qlangevin.experiments.report import sections, write_report
+from qlangevin.experiments.report.looks import Image
+from qlangevin.experiments.results import check_result, computing_seconds, drop_repeated, load_results
+from tests.helpers.runs import refused as refuse
 from tests.helpers.runs import run
 
 
@@ -123,10 +130,21 @@ def test_what_may_be_missing_may_be_missing() -> None:
     for name in ("single", "r_hat", "ess"):
         del result[name]
     del result["data"]["note"], result["trace"]["error"]
-    assert check_result(result, "this") is result
-    for name in ("scaled", "r_hat", "single"):
+    before = copy.deepcopy(result)
+    filled: dict[str, Any] = {
+        "single": None,
+        "r_hat": None,
+        "ess": None,
+        "scaled": [],
+        "ranks": 1,
+        "not_converged": None,
+    }
+    complete = check_result(result, "this")
+    assert complete == before | filled | {"data": before["data"] | {"note": None}}
+    assert result == before  # completed in a copy
+    for name in ("scaled", "r_hat", "single", "ranks"):
         result[name] = None
-    assert check_result(result, "this") is result
+    assert check_result(result, "this") == complete == check_result(complete, "this")
 
 
 def refusal(result: Any) -> str | None:
@@ -159,8 +177,91 @@ def test_a_result_with_anything_in_any_place_is_taken_or_refused_in_a_sentence(d
     assert message is None or message.startswith("this is ")
 
 
+def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Yield the path of each field, nested ones too, and of the first element of each list."""
+    inner = value.items() if isinstance(value, dict) else enumerate(value[:1]) if isinstance(value, list) else ()
+    for name, each in inner:
+        yield (*path, name)
+        yield from places(each, (*path, name))
+
+
+ABSENT = "absent"
+WRONG: list[Any] = [ABSENT, None, "x", [], [None], {}, -1, float("nan"), float("inf"), 10**400]
+
+
+def with_wrong_fields() -> Iterator[tuple[str, Any, dict[str, Any]]]:
+    """Yield (field, value, result): a valid result with one value that is wrong there, or may be."""
+    whole = run(seed=7, scaled=["epochs 2"], ranks=2)
+    whole["trace"]["chains"] = [10, 10]
+    whole["settings"] |= {"chains": 2, "wire": None, "workers": 0}
+    for path, value in product(places(whole), WRONG):
+        result: Any = copy.deepcopy(whole)
+        where = result
+        for part in path[:-1]:
+            where = where[part]
+        if value is ABSENT:
+            where.pop(path[-1])
+        else:
+            where[path[-1]] = value
+        yield ".".join(map(str, path)), value, result
+
+
+def test_every_field_that_is_wrong_is_named_or_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each field replaced by each of `WRONG`: what is refused names file and field, all the rest makes one report."""
+    taken, refused = [], 0
+    for field, value, result in with_wrong_fields():
+        if (message := refusal(result)) is None:
+            taken.append(result | {"command": f"{field} {value}"})
+            taken[-1]["settings"] = {
+                "from": [field, str(value)],
+                **taken[-1]["settings"],
+            }  # no run is another's repetition
+        else:
+            refused += 1
+            assert message.startswith("this is not the result of a run: ")
+            parents = field.removesuffix(".0").split(".")
+            assert parents[0] in message or "it has no" in message, (field, value, message)
+    assert refused > 300
+    assert len(taken) > 60
+    monkeypatch.setattr(sections, "render", lambda figure: Image("<svg/>", b"PNG"))  # which takes most of the time
+    page = write_report(taken, tmp_path).read_text(encoding="utf-8")
+    assert f"{len(taken)} runs of" in page
+
+
+def test_a_wrong_file_is_refused_by_every_command_that_reads_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("good", "bad", "worse"):
+        save(run() | ({} if name == "good" else {"scores": None}), tmp_path, name, "result.json")
+    sentence = refuse(["report", str(tmp_path), "--out", str(tmp_path / "report")], capsys)
+    for name in ("bad", "worse"):
+        assert f"{tmp_path / name}/result.json is not the result of a run: it has no scores.error" in sentence
+    assert not (tmp_path / "report").exists()
+    save(run() | {"ranks": None}, tmp_path, "report me", "result.json")
+    assert main(["report", str(tmp_path / "report me"), "--out", str(tmp_path / "report")]) == 0
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("single", None), ("single", {"nll": 1.0}), ("r_hat", ABSENT), ("ranks", None)]
+)
+def test_an_older_result_of_a_finished_run_is_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], field: str, value: Any
+) -> None:
+    config = Digits()
+    save(config.to_json(), tmp_path, "config.json")
+    result = run() | {"settings": config.to_json()} | {field: value}
+    if value is ABSENT:
+        del result[field]
+    save(result, tmp_path, "result.json")
+    assert main(["run", "digits", "--out", str(tmp_path)]) == 0
+    assert "the last sample alone: error" in capsys.readouterr().out
+    save(result | {"memory": None}, tmp_path, "result.json")
+    for arguments in (["run", "digits", "--resume", str(tmp_path)], ["run", "digits", "--out", str(tmp_path)]):
+        assert "result.json is not the result of a run: it has no memory.training" in refuse(arguments, capsys)
+
+
 def test_computing_counts_chains_and_ranks() -> None:
     trace: dict[str, Any] = {"steps": [1, 2, 1, 2]}
     one: dict[str, Any] = {"trace": trace, "seconds": {"train": 10.0, "evaluate": 1.0}}
-    assert computing_seconds(one) == 11
+    assert computing_seconds(one) == computing_seconds(one | {"ranks": None}) == 11
     assert computing_seconds(one | {"ranks": 2, "trace": trace | {"chains": [2, 2]}}) == 41

@@ -1,24 +1,33 @@
-"""Find, read and validate saved results.
+"""Find runs, read and validate their saved results.
 
-A run is a folder that holds ``result.json``; a collection is a JSON file ``{"runs": [result, ...]}``.
+A run is a folder that holds ``config.json`` and, when it is finished, ``result.json``; a collection is a JSON file
+``{"runs": [result, ...]}``. A file that is not a result is refused with its name and the field that is wrong; nothing is left
+out in silence. Older results lack some fields, which are filled in.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import reprlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from ...storage.files import parse_json, read
+from ..storage.files import parse_json, read
+from .config import CHANGE_NO_NUMBER, MAY_DIFFER_IN_SEEDS
+from .convergence import chain_lengths, describe_non_convergence
 
-__all__ = ["RESULT", "Result", "chain_lengths", "check_result", "computing_seconds", "drop_repeated", "load_results"]
+__all__ = [
+    "RESULT", "Result", "chain_lengths", "check_result", "computing_seconds", "drop_repeated", "find_runs", "load_results",
+    "read_result",
+]  # fmt: skip
 
 RESULT = "result.json"
 LARGE = 1e300  # beyond it sums may overflow
 LIMIT = 1_000_000_000  # bytes of a collection
-INCIDENTAL = ("seed", "workers")  # settings in which runs that are averaged may differ
+MOST = 5  # files named in one message
+INCIDENTAL = MAY_DIFFER_IN_SEEDS
 LATER = {"chains": 1, "wire": None}  # settings that older results lack, and their values then
 
 Result: TypeAlias = dict[str, Any]
@@ -84,7 +93,7 @@ OPTIONAL: dict[str, tuple[Test, str]] = {
     "scaled": (_list(lambda value: isinstance(value, str)), "a list of texts"),
     "r_hat": AMOUNT,
     "ess": AMOUNT,
-    "ranks": WHOLE,
+    "ranks": COUNT,
     "scores.top5": SHARE,
     "single": MAPPING,
     **dict.fromkeys(("single.error", "single.ece", "single.top5"), SHARE),
@@ -96,7 +105,17 @@ OPTIONAL: dict[str, tuple[Test, str]] = {
 
 def load_results(paths: Iterable[Path | str]) -> list[Result]:
     """Return all results in folders of runs, in folders of such folders, in result files and in collections, each run once."""
-    found = [result for path in paths for file in _files(Path(path)) for result in _read(file)]
+    found: list[Result] = []
+    wrong: list[str] = []
+    for path in paths:
+        for file in _files(Path(path)):
+            try:
+                found += _read(file)
+            except ValueError as error:  # all such files are named at once, and none is left out of a report in silence
+                wrong.append(str(error))
+    if wrong:
+        more = f"; and {len(wrong) - MOST} more files" if len(wrong) > MOST else ""
+        raise ValueError(f"{'; '.join(wrong[:MOST])}{more}")
     if not found:
         raise ValueError("there is nothing to report; give folders of finished runs, or collections of results")
     return drop_repeated(found)
@@ -106,7 +125,8 @@ def drop_repeated(results: Iterable[Result]) -> list[Result]:
     """Drop results with the same experiment and settings as another; the one finished last is kept."""
     newest: dict[str, Result] = {}
     for result in results:
-        settings = {name: value for name, value in (LATER | result["settings"]).items() if name != "workers"}
+        settings = LATER | result["settings"]
+        settings = {name: value for name, value in settings.items() if name not in CHANGE_NO_NUMBER}
         name = repr((result["experiment"], _sorted(settings)))
         if name not in newest or result["finished"] > newest[name]["finished"]:
             newest[name] = result
@@ -125,10 +145,21 @@ def _files(path: Path) -> Iterator[Path]:
             raise ValueError(f"there is no {path}; give folders of finished runs, or collections of results")
         yield path
         return
-    below = sorted(Path(folder) / RESULT for folder, _, names in os.walk(path) if RESULT in names)
-    if not below:
+    folders = find_runs(path, RESULT)
+    if not folders:
         raise ValueError(f"there is no {RESULT} in or below {path}; a run writes it when it is finished")
-    yield from below
+    yield from (folder / RESULT for folder in folders)
+
+
+def find_runs(path: Path, name: str) -> list[Path]:
+    """Return the folders in and below a folder that hold a file of this name, sorted."""
+    return sorted(Path(folder) for folder, _, names in os.walk(path) if name in names)
+
+
+def read_result(folder: Path) -> Result:
+    """Return the result of the finished run in a folder."""
+    file = folder / RESULT
+    return check_result(parse_json(read(file, f"the result {file}"), f"the result {file}"), str(file))
 
 
 def _read(file: Path) -> Iterator[Result]:
@@ -144,7 +175,7 @@ def _read(file: Path) -> Iterator[Result]:
 
 
 def check_result(result: Any, where: str) -> Result:
-    """Return a result; raise ValueError if it is not one."""
+    """Return a copy of a result that has all fields; raise ValueError, with the field that is wrong, if it is not a result."""
     if not isinstance(result, dict):
         raise ValueError(f"{where} is not the result of a run: it is {_kind(result)}, not an object with its scores")
     if result.get("experiment") == "gaussian":
@@ -159,9 +190,27 @@ def check_result(result: Any, where: str) -> Result:
         _, value = _lookup(result, name)
         if value is not None and not test(value):
             raise ValueError(f"{where} is not the result of a run: {name} must be {words}, got {reprlib.repr(value)}")
-    if odd := _find_inconsistency(result):
+    if odd := _find_infinite(result) or _find_inconsistency(result):
         raise ValueError(f"{where} is not the result of a run: {odd}")
-    return result
+    return _complete(result)
+
+
+def _complete(result: Result) -> Result:
+    """Return a result with the fields that older ones lack."""
+    later = {"scaled": [], "ranks": 1}
+    full = {**dict.fromkeys(("single", "r_hat", "ess")), **result, **{n: result.get(n) or v for n, v in later.items()}}
+    full["data"] = {"note": None, **result["data"]}
+    full["not_converged"] = describe_non_convergence(full)
+    return full
+
+
+def _find_infinite(value: Any, where: str = "") -> str | None:
+    """Describe the first number, at any depth, that JSON does not have; None if there is none."""
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    if isinstance(value, float) and not math.isfinite(value):
+        return f"{where} must be finite, got {value}"
+    found = (_find_infinite(each, f"{where}.{name}" if where else str(name)) for name, each in inner)
+    return next(filter(None, found), None)
 
 
 def _kind(value: Any) -> str:
@@ -194,13 +243,7 @@ def _find_inconsistency(result: Result) -> str | None:
     return None
 
 
-def chain_lengths(result: Result) -> list[int]:
-    """Return the number of samples of each chain in the trace."""
-    trace = result["trace"]
-    return list(trace.get("chains") or [len(trace["steps"])])
-
-
 def computing_seconds(result: Result) -> float:
     """Return the seconds of computing on all ranks; every chain counts as much as the longest."""
     seconds = result["seconds"]
-    return float(len(chain_lengths(result)) * result.get("ranks", 1) * seconds["train"] + seconds["evaluate"])
+    return float(len(chain_lengths(result)) * (result.get("ranks") or 1) * seconds["train"] + seconds["evaluate"])
