@@ -37,6 +37,7 @@ __all__ = [
     "read_from",
     "sha256",
     "write",
+    "write_hashed",
     "write_in",
 ]
 
@@ -57,18 +58,24 @@ class Digest(NamedTuple):
 # ---- writing
 
 
-def write(path: Path, chunks: Sequence[Bytes]) -> Digest:
+def write(path: Path, chunks: Sequence[Bytes]) -> None:
     """Write a file, all of it or nothing; on return it is on the disk."""
     with Folder.open(path.parent) as folder:
-        return write_in(folder, path.name, chunks)
+        write_in(folder, path.name, chunks)
 
 
-def write_in(folder: Folder, name: str, chunks: Sequence[Bytes], check: Callable[[], object] = lambda: None) -> Digest:
-    """Write a file in a folder, all of it or nothing; on return it is on the disk. ``check`` is called before it appears.
+def write_hashed(
+    folder: Folder, name: str, chunks: Sequence[Bytes], check: Callable[[], object] = lambda: None
+) -> Digest:
+    """Write a file like `write_in`; return its size and SHA-256, computed while the disk is busy if the file is large."""
+    get_sha256 = _start_hashing(chunks)
+    write_in(folder, name, chunks, check)
+    return Digest(sum(map(len, chunks)), get_sha256())
 
-    Returns its size and SHA-256, computed while the disk is busy if the file is large.
-    """
-    get_sha256, temporary = _start_hashing(chunks), temporary_name(name)
+
+def write_in(folder: Folder, name: str, chunks: Sequence[Bytes], check: Callable[[], object] = lambda: None) -> None:
+    """Write a file in a folder like `write`; ``check`` is called before the file appears under its name."""
+    temporary = temporary_name(name)
     try:
         folder.unlink(temporary)  # left by a killed process that had the same number
         descriptor = folder.open_file(temporary, "a temporary file", os.O_WRONLY | os.O_CREAT | os.O_EXCL)
@@ -82,7 +89,6 @@ def write_in(folder: Folder, name: str, chunks: Sequence[Bytes], check: Callable
         if isinstance(error, OSError) and error.filename is None:
             error.filename = str(folder.path / name)
         raise
-    return Digest(sum(map(len, chunks)), get_sha256())
 
 
 def _sync_entry(folder: Folder) -> None:

@@ -106,7 +106,7 @@ class SampleStore(Samples):
         clean(lock.folder, 0)
         if frozen := manifest.select("frozen"):
             stored = model_tensors.encode_tensors(model_tensors.named_tensors(model), frozen)
-            digest = files.write_in(lock.folder, FROZEN, tensor_chunks(stored), lock.check)
+            digest = files.write_hashed(lock.folder, FROZEN, tensor_chunks(stored), lock.check)
             manifest = replace(manifest, frozen=Record(None, digest))
         files.write_in(lock.folder, MANIFEST, [manifest.to_json()], lock.check)
         return cls(path, manifest, lock)
@@ -186,9 +186,10 @@ class SampleStore(Samples):
         )
         self._check_frozen(tensors)
         chunks = tensor_chunks(model_tensors.encode_tensors(tensors, self.manifest.select("parameter", "buffer")))
+        self._warn_of_repetition(step)
         try:
             with lock.folder.enter(FOLDER) as samples:
-                record = Record(step, files.write_in(samples, self._sample_file(index).name, chunks, lock.check))
+                record = Record(step, files.write_hashed(samples, self._sample_file(index).name, chunks, lock.check))
             self._write_manifest((*self.manifest.samples, record))
         except BaseException as error:
             recovered = self._recover()
@@ -215,15 +216,18 @@ class SampleStore(Samples):
             raise ValueError(
                 f"the last sample is of step {last}, this one of step {step}: was the checkpoint not loaded?"
             )
-        if step is not None and step == last:
+        return step
+
+    def _warn_of_repetition(self, step: int | None) -> None:
+        """Warn, once, of a second sample of one step."""
+        if step is not None and self.manifest.samples and self.manifest.samples[-1].step == step:
             warn_once(
                 self._warned,
                 "step",
-                f"the store in {self.path} has a sample of step {step} already: the same weights count twice unless they "
-                "were changed without the sampler; append one sample after a step, when schedule.collect is true",
+                f"the store in {self.path} has a sample of step {step} already: the same weights count twice, unless something "
+                "else than the sampler changed them; append one sample after a step, when schedule.collect is true",
                 stacklevel=4,
             )
-        return step
 
     def _recover(self) -> bool:
         """After an error, read the manifest on the disk, which may be the new one, and remove what it does not list.
