@@ -150,8 +150,8 @@ class Result(NamedTuple):
 
 
 def content(folder: Path) -> dict[str, bytes]:
-    """Return the files of a store, without the checkpoint, which holds versions of tensors that belong to a process."""
-    found = [p for p in folder.rglob("*") if p.is_file() and p.name not in ("checkpoint.safetensors", ".lock")]
+    """Return the files of a store and the checkpoint in it."""
+    found = [p for p in folder.rglob("*") if p.is_file() and p.name != ".lock"]
     return {str(p.relative_to(folder)): p.read_bytes() for p in found}
 
 

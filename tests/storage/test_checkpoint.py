@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import pickle
+import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -33,6 +34,42 @@ def test_resumed_at_any_step_a_run_is_the_same_to_the_bit(kind: str, tmp_path: P
         assert resumed.load(tmp_path / str(step)) == {"step": step}
         assert resumed.train(STEPS) == losses[step:]
         assert resumed.state() == whole.state()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_last_checkpoint_of_a_resumed_run_is_the_same_to_the_byte(kind: str, tmp_path: Path) -> None:
+    whole = make(kind)
+    with ql.SampleStore.create(tmp_path / "whole", whole.model, whole.sampler) as store:
+        whole.train(5)
+        store.append(whole.model)
+        whole.save(tmp_path / "whole", store=store, step=5)
+        shutil.copytree(tmp_path / "whole", tmp_path / "killed")
+        whole.train(STEPS)
+        whole.save(tmp_path / "whole", store=store, step=STEPS)
+    resumed = make(kind)
+    seed_all(99)
+    with ql.SampleStore.create(tmp_path / "killed", resumed.model, resumed.sampler, resume=True) as store:
+        resumed.load(tmp_path / "killed", store)
+        resumed.train(STEPS)
+        resumed.save(tmp_path / "killed", store=store, step=STEPS)
+    assert content(tmp_path / "killed") == content(tmp_path / "whole")
+
+
+def test_weights_overwritten_after_a_resume_are_noticed(tmp_path: Path) -> None:
+    """The sampler notes versions of tensors for that, which a checkpoint does not hold."""
+    run = make("accumulator")
+    run.train(3)
+    run.save(tmp_path)
+    resumed = make("accumulator")
+    resumed.load(tmp_path)
+    weight: Any = resumed.model[0].weight  # type: ignore[index]
+    assert "version" not in resumed.sampler.state_dict()["state"][0]
+    resumed.train(4)
+    with torch.no_grad():
+        weight.copy_(torch.full_like(weight, -1.5))
+    resumed.train(5)
+    assert (weight < -1).all()  # the step began at the new weights, not at the accumulator
+    assert (resumed.sampler.state[weight]["accumulator"] < -1).all()
 
 
 @pytest.mark.parametrize("kind", KINDS)

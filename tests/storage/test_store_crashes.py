@@ -251,7 +251,7 @@ def test_a_store_is_created_again_after_a_crash_in_the_middle(tmp_path: Path, mo
     real, calls = os.replace, 0
     for nth in (1, 2):
 
-        def fail(*args: str, nth: int = nth, **options: int) -> None:
+        def fail(*args: Any, nth: int = nth, **options: Any) -> None:
             nonlocal calls
             calls += 1
             if calls == nth:

@@ -245,9 +245,9 @@ def _write_file(path: str | os.PathLike[str], store: SampleStore | None, chunks:
     """Write a checkpoint, unless its folder is one that this process locked and that has been replaced."""
 
     def check() -> None:
-        check_locks_of(file.parent)
         if store is not None:
             store.check_lock()
+        check_locks_of(file.parent)
 
     file = Path(path)
     try:

@@ -76,9 +76,6 @@ class Folder:
             self._owned = False
             close_quietly(descriptor)
 
-    def __del__(self) -> None:
-        self.close()
-
     # ---- looking
 
     def identity(self) -> tuple[int, int]:

@@ -32,7 +32,7 @@ class Lock:
         self.descriptor = -1
         if fcntl is None:
             raise OSError(f"{path} cannot be locked: writing samples needs a POSIX system; reading them does not")
-        self.path, self.folder = path.absolute(), Folder.open(path)
+        self.path, self.folder = _fixed(path), Folder.open(path)
         try:
             self.descriptor = self.folder.open_file(NAME, f"the lock of {path}", os.O_RDWR | os.O_CREAT)
             fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -91,11 +91,27 @@ class Lock:
         self.release()
 
 
-def check_locks_of(folder: Path) -> None:
-    """Check the locks that this process holds on a folder of that path; see `Lock.check`."""
-    for lock in list(_held):
-        if lock.held and lock.path == folder.absolute():
+def check_locks_of(path: Path) -> None:
+    """Raise OSError if this process holds locks on folders of that path, and none on the folder that it names now."""
+    locks, problems = [lock for lock in list(_held) if lock.held and lock.path == _fixed(path)], []
+    for lock in locks:
+        try:
             lock.check()
+        except OSError as error:
+            problems.append(error)
+    if problems and len(problems) == len(locks):
+        raise problems[0]
+
+
+def _fixed(path: Path) -> Path:
+    """Return a path that stays the same when the working directory changes, unless folders above that one are closed to us."""
+    try:
+        os.stat(path.absolute())
+    except PermissionError:
+        return path
+    except OSError:
+        pass
+    return path.absolute()
 
 
 def _release_in_child() -> None:
