@@ -50,7 +50,8 @@ class Folder:
         if about is None:
             raise DamagedError(f"{self.path} is damaged: its folder {name} is missing")
         if not stat.S_ISDIR(about.st_mode):
-            raise DamagedError(f"{self.path} is damaged: {self.describe_kind(name, about)}, not a folder")
+            kind = self.describe_kind(name, about).replace("is not an ordinary file", "is not a folder")
+            raise DamagedError(f"{self.path} is damaged: {kind}; put a folder there, or remove it")
         descriptor = None
         if HAVE_DESCRIPTORS:
             try:
@@ -104,13 +105,12 @@ class Folder:
         """Return a clause that says what an entry is."""
         if stat.S_ISLNK(about.st_mode):
             return f"{self.path / name} is a symbolic link, and those are not followed inside a store"
-        kind = "a folder" if stat.S_ISDIR(about.st_mode) else "not an ordinary file"
-        return f"{self.path / name} is {kind}"
+        return f"{self.path / name} is not an ordinary file"
 
     def require_file(self, name: str, about: os.stat_result, what: str) -> None:
         """Raise DamagedError unless an entry is an ordinary file."""
         if not stat.S_ISREG(about.st_mode):
-            kind = self.describe_kind(name, about).replace("is a folder", "is a folder, not an ordinary file")
+            kind = self.describe_kind(name, about)
             raise DamagedError(f"{what} is damaged: {kind}; put an ordinary file there, or remove it")
 
     # ---- files
