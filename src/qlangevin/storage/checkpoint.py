@@ -9,8 +9,8 @@ from __future__ import annotations
 import copy
 import json
 import os
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -38,6 +38,7 @@ __all__ = ["load_checkpoint", "save_checkpoint"]
 VERSION = 1
 SUFFIX = ".safetensors"  # of a path that names a file, not a folder
 MODEL = "model."  # prefix of the names of the model's tensors
+LONGEST = 1000  # characters of a message: a file can hold any names
 
 
 class Stateful(Protocol):
@@ -139,15 +140,16 @@ def _check_fits(saved: Saved, model: nn.Module, given: Mapping[str, Stateful]) -
         raise ValueError(
             f"{saved.what} is of a model packed as {saved.infos[odd[0]].format}, not {here[odd[0]].format}"
         )
-    lowering.check_state(model_tensors.unwrap(model), saved.layers)
+    with _name_file(saved, "the state of its layers"):
+        lowering.check_state(model_tensors.unwrap(model), saved.layers)
     if "sampler" in given and (
         odd := describe_differences(saved.lowered, lowering.settings(model_tensors.unwrap(model)))
     ):
-        raise ValueError(f"{saved.what} is of a model lowered otherwise: {'; '.join(odd[:3])}")
+        raise ValueError(f"{saved.what} is of a model lowered otherwise: {'; '.join(odd[:3])[:LONGEST]}")
     for name, component in given.items():
         kind, known = type(component).__name__, saved.classes.get(name)
         if kind != known:
-            was = f"with a {known} as {name}" if known else f"without a {name}"
+            was = f"with a {str(known)[:LONGEST]} as {name}" if known else f"without a {name}"
             raise ValueError(f"{saved.what} was saved {was}, not with a {kind}")
 
 
@@ -168,7 +170,8 @@ def _count_shared_samples(saved: Saved, store: SampleStore) -> int:
     if count > len(store):
         raise ValueError(f"{saved.what} comes after {count} samples, but {store.path} has {len(store)}")
     if odd := describe_differences(saved.store, _identify_store(store, count)):
-        raise ValueError(f"{saved.what} is of another run than the store in {store.path}: {'; '.join(odd[:3])}")
+        why = "; ".join(odd[:3])[:LONGEST]
+        raise ValueError(f"{saved.what} is of another run than the store in {store.path}: {why}")
     return int(count)
 
 
@@ -177,7 +180,8 @@ def _load_all(saved: Saved, model: nn.Module, given: Mapping[str, Stateful]) -> 
     with ExitStack() as undo:
         for name, component in given.items():
             undo.callback(component.load_state_dict, copy.copy(component.state_dict()))
-            component.load_state_dict(saved.states[name])
+            with _name_file(saved, f"the state of the {name}"):
+                component.load_state_dict(saved.states[name])
         if "sampler" in given:
             undo.callback(set_random_state, random_state())
             try:
@@ -187,6 +191,17 @@ def _load_all(saved: Saved, model: nn.Module, given: Mapping[str, Stateful]) -> 
         undo.pop_all()
     model_tensors.load_into(model_tensors.named_tensors(model), saved.values)
     lowering.load_state_dict(model, saved.layers)
+
+
+@contextmanager
+def _name_file(saved: Saved, part: str) -> Iterator[None]:
+    """Turn errors of a component about a state that is not its own into a ValueError that names the checkpoint."""
+    try:
+        yield
+    except Exception as error:
+        raise ValueError(
+            f"{part} in {saved.what} does not fit: {str(error)[:LONGEST] or type(error).__name__}"
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -297,10 +312,10 @@ def _read_checkpoint(file: Path) -> Saved:
             layers=about["layers"],
             lowered=about["lowered"],
             classes=about["classes"],
-            states=unflatten(about["states"], tensors),
-            random=unflatten(about["random"], tensors),
             store=about["store"],
-            counters=unflatten(about["counters"], tensors),
+            **{name: unflatten(about[name], tensors) for name in ("states", "random", "counters")},
         )
     except (KeyError, TypeError, AttributeError) as error:
-        raise DamagedError(f"{what} is damaged: {error}") from None
+        raise DamagedError(f"{what} is damaged: {str(error)[:LONGEST]}") from None
+    except DamagedError as error:
+        raise error if what in str(error) else DamagedError(f"{what} is damaged: {error}") from None
