@@ -25,7 +25,7 @@ from . import files, model_tensors
 from .cleaning import CHECKPOINT
 from .errors import DamagedError, explain_errors, explained, is_explained
 from .files import Bytes
-from .folders import Folder, make_folder
+from .folders import Folder, exists, is_folder, make_folder
 from .leftovers import remove_leftovers
 from .locking import check_locks_of
 from .manifest import TensorInfo, is_count
@@ -112,7 +112,7 @@ def load_checkpoint(
     given = _check_components(model, sampler, schedule, loader)
     with explain_errors(path, "the checkpoint was not read"):
         file = _resolve_path(path)
-        missing = not os.path.lexists(file)
+        missing = not exists(file)
     if missing:
         if not missing_ok:
             raise FileNotFoundError(f"there is no checkpoint {file}")
@@ -252,7 +252,7 @@ def _hash_content(tensors: Mapping[str, Tensor], text: str) -> str:
 def _resolve_path(path: str | os.PathLike[str]) -> Path:
     """Return the file of a checkpoint; see `save_checkpoint`."""
     path = Path(path)
-    named = not path.is_dir() and (path.suffix == SUFFIX or os.path.lexists(path))
+    named = not is_folder(path) and (path.suffix == SUFFIX or exists(path))
     return path if named else path / CHECKPOINT
 
 
@@ -267,7 +267,7 @@ def _write_file(path: str | os.PathLike[str], store: SampleStore | None, chunks:
     file = Path(path)
     try:
         file = _resolve_path(path)
-        if file != Path(path) and not file.parent.exists():
+        if file != Path(path) and not exists(file.parent):
             make_folder(file.parent)
         with Folder.open(file.parent) as folder:
             if (about := folder.status(file.name)) is not None:

@@ -21,7 +21,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
-from .errors import DamagedError
+from .errors import DamagedError, retry
 from .folders import Folder, close_quietly
 from .leftovers import temporary_name
 
@@ -191,7 +191,7 @@ def open_file(path: Path, what: str, folder: Folder | None = None) -> Iterator[O
     """
     descriptor = _open_path(path, what) if folder is None else folder.open_file(path.name, what)
     try:
-        about = os.fstat(descriptor)
+        about = retry(os.fstat, descriptor)
         if not stat.S_ISREG(about.st_mode):
             raise DamagedError(f"{what} is damaged: {path} is not an ordinary file")
         yield OpenFile(descriptor, about.st_size, path)
@@ -223,7 +223,7 @@ def map_file(file: OpenFile | Path, what: str) -> Iterator[mmap.mmap]:
         return
     check_size(file, what)
     try:
-        mapped = mmap.mmap(file.descriptor, 0, access=mmap.ACCESS_READ)
+        mapped = retry(mmap.mmap, file.descriptor, 0, access=mmap.ACCESS_READ)
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(file.path)) from None
     with mapped:

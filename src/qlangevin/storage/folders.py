@@ -16,7 +16,7 @@ from typing import Any
 
 from .errors import DamagedError, retry
 
-__all__ = ["Folder", "close_quietly", "make_folder"]
+__all__ = ["Folder", "close_quietly", "exists", "is_folder", "look_up", "make_folder"]
 
 HAVE_DESCRIPTORS = (
     {os.open, os.mkdir, os.unlink, os.rename, os.stat} <= os.supports_dir_fd
@@ -81,7 +81,7 @@ class Folder:
 
     def identity(self) -> tuple[int, int]:
         """Return what tells the open folder from every other: device and inode."""
-        about = os.stat(self.path) if self.descriptor is None else os.fstat(self.descriptor)
+        about = retry(os.stat, self.path) if self.descriptor is None else retry(os.fstat, self.descriptor)
         return about.st_dev, about.st_ino
 
     def status(self, name: str) -> os.stat_result | None:
@@ -134,7 +134,7 @@ class Folder:
                 ) from None
             raise self._locate(error, name) from None
         try:
-            self.require_file(name, os.fstat(descriptor), what)
+            self.require_file(name, retry(os.fstat, descriptor), what)
         except BaseException:
             close_quietly(descriptor)
             raise
@@ -181,10 +181,29 @@ class Folder:
         return OSError(error.errno, error.strerror, str(self.path / name))
 
 
+def look_up(path: Path, follow_links: bool = True) -> os.stat_result | None:
+    """Return the status of a path; None if there is nothing. Raise other errors, which pathlib may take for nothing."""
+    try:
+        return retry(os.stat, path, follow_symlinks=follow_links)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+def exists(path: Path) -> bool:
+    """Return True if there is anything of that path, be it a link that leads nowhere."""
+    return look_up(path, follow_links=False) is not None
+
+
+def is_folder(path: Path) -> bool:
+    """Return True for a folder, or a link to one."""
+    about = look_up(path)
+    return about is not None and stat.S_ISDIR(about.st_mode)
+
+
 def make_folder(path: Path) -> None:
     """Make a folder and those above it that are missing; have its name, and theirs, written to the disk."""
     missing, last = [path], path.parent
-    while not last.exists():
+    while look_up(last) is None:
         missing.append(last)
         last = last.parent
     for each in reversed(missing):

@@ -65,7 +65,7 @@ class Lock:
                 "another folder has taken the place of the one that was opened for writing, which was moved or removed. "
                 "Nothing was written into this one; if yours was moved, open the store where it is now"
             )
-        named, lock = self.folder.status(NAME), os.fstat(self.descriptor)
+        named, lock = self.folder.status(NAME), retry(os.fstat, self.descriptor)
         if named is None or (named.st_dev, named.st_ino) != (lock.st_dev, lock.st_ino):
             raise self._lost(
                 f"its file {NAME} was removed or replaced after the folder was opened for writing, so that another writer may "
@@ -106,7 +106,7 @@ def check_locks_of(path: Path) -> None:
 def _fixed(path: Path) -> Path:
     """Return a path that stays the same when the working directory changes, unless folders above that one are closed to us."""
     try:
-        os.stat(path.absolute())
+        retry(os.stat, path.absolute())
     except PermissionError:
         return path
     except OSError:

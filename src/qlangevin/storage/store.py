@@ -25,7 +25,7 @@ from .._warnings import warn_once
 from . import files, model_tensors
 from .cleaning import clean, holds_samples, refuse_links
 from .errors import DamagedError, explain_errors, explained, is_explained
-from .folders import Folder, make_folder
+from .folders import Folder, exists, is_folder, make_folder
 from .locking import Lock
 from .manifest import Manifest, Record, count_steps, is_count, provenance
 from .sample import FOLDER, FROZEN, MANIFEST, Sample, Samples
@@ -72,7 +72,7 @@ class SampleStore(Samples):
         tensors = model_tensors.describe(model_tensors.named_tensors(model), sampler)
         new = Manifest(__version__, tensors, settings)
         with explain_errors(path, "the store was not created"):
-            if path.exists() and not path.is_dir():
+            if exists(path) and not is_folder(path):
                 raise NotADirectoryError(
                     f"{path} is a file; a store is a folder: choose another name, or move the file away"
                 )
@@ -129,9 +129,9 @@ class SampleStore(Samples):
         """Open an existing store for reading; with ``write``, also for adding samples."""
         path = Path(path)
         with explain_errors(path, "the store was not opened"):
-            if not path.is_dir():
+            if not is_folder(path):
                 raise FileNotFoundError(f"there is no store in {path}: no such folder")
-            if not os.path.lexists(path / MANIFEST):
+            if not exists(path / MANIFEST):
                 raise FileNotFoundError(f"there is no store in {path}: it has no {MANIFEST}")
             if not write:
                 store = cls(path)
