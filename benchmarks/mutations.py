@@ -300,7 +300,7 @@ def odd_header(header: Content, data: bytearray, rng: Random) -> bytes:
 
 def numbers(header: Content, data: bytearray, rng: Random) -> None:
     """Change numbers: codes and exponents out of range, infinities and NaNs."""
-    for name in rng.sample(list(header), rng.choice([1, 1, 3, len(header)])):
+    for name in rng.sample(list(header), rng.choice([1, 1, min(3, len(header)), len(header)])):
         start, end = header[name]["data_offsets"]
         size = end - start
         ones = bytes([rng.choice([0x80, 0x7F, 0xFF, 0x81, 0x00, 0x07, 0x88])]) * size

@@ -116,11 +116,7 @@ def load_checkpoint(
     if missing:
         if not missing_ok:
             raise FileNotFoundError(f"there is no checkpoint {file}")
-        if store is not None and len(store):
-            raise FileNotFoundError(
-                f"there is no checkpoint {file}, but {store.path} has {len(store)} samples of the run it was of; "
-                "put it back, begin in another folder, or give the samples up with store.truncate(0)"
-            )
+        _refuse_orphans(file, store)
         save_checkpoint(path, model, sampler, schedule, loader, store)
         return {}
     saved = _read_checkpoint(file)
@@ -130,6 +126,15 @@ def load_checkpoint(
     if store is not None:
         store.truncate(samples)
     return saved.counters
+
+
+def _refuse_orphans(file: Path, store: SampleStore | None) -> None:
+    """Raise FileNotFoundError for a store with samples whose checkpoint is missing."""
+    if store is not None and len(store):
+        raise FileNotFoundError(
+            f"there is no checkpoint {file}, but {store.path} has {len(store)} samples of the run it was of; "
+            "put it back, begin in another folder, or give the samples up with store.truncate(0)"
+        )
 
 
 def _check_fits(saved: Saved, model: nn.Module, given: Mapping[str, Stateful]) -> None:

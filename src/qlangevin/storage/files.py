@@ -223,7 +223,7 @@ def map_file(file: OpenFile | Path, what: str) -> Iterator[mmap.mmap]:
         return
     check_size(file, what)
     try:
-        mapped = retry(mmap.mmap, file.descriptor, 0, access=mmap.ACCESS_READ)
+        mapped = retry(mmap.mmap, file.descriptor, file.size, access=mmap.ACCESS_READ)
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(file.path)) from None
     with mapped:
