@@ -1,7 +1,7 @@
 """``python -m benchmarks.kills``: kills runs with SIGKILL, resumes them, compares their stores with those of runs never killed.
 
-The parent kills half of the runs, at a random moment. The others kill themselves around a call with which
-`qlangevin.storage.files` changes the disk, or with half of a chunk written. Exit code 1 if any store differs by a byte or a file.
+The parent kills half of the runs, at a random moment. The others kill themselves around a call with which `qlangevin.storage`
+changes the disk, or with half of a chunk written. Exit code 1 if any store or checkpoint differs by a byte or a file.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from functools import partial
 from itertools import chain, islice, repeat
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 from unittest import mock
 
+import numpy as np
 import torch
 import tyro
 from rich.console import Console
@@ -32,13 +33,13 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import qlangevin as ql
-from qlangevin.storage import files
+from qlangevin.storage import files, folders
 
 Waiting: TypeAlias = Generator[None, None, Any]  # yields while it waits, so that several can take turns
 Made = tuple[nn.Module, ql.SGLD, Any, ql.Loader]
 
 PHASES = ("start", "step", "append", "checkpoint")
-CALLS = ("open", "writev", "fsync", "replace", "unlink")
+CALLS = ("open", "writev", "fsync", "replace", "unlink", "mkdir")
 DATA = TensorDataset(torch.randn(50, 8, generator=torch.Generator().manual_seed(1)), torch.arange(50) % 3)
 EVERY = 7  # steps between checkpoints; samples are collected at other intervals
 
@@ -53,6 +54,8 @@ class Options:
     """Seed of the moments of the kills."""
     steps: int = 300
     """Steps of a run."""
+    kind: Literal["all", "unpacked", "packed", "accumulated", "four-bit", "bf16", "float64"] = "all"
+    """Set-up of the runs; all of them, in turn."""
 
 
 def unpacked(steps: int) -> Made:
@@ -81,13 +84,39 @@ def accumulated(steps: int) -> Made:
     return model, sampler, schedule, ql.Loader(DATA, 8, drop_last=True, seed=7)
 
 
-SETUPS: dict[str, Callable[[int], Made]] = {"unpacked": unpacked, "packed": packed, "accumulated": accumulated}
+def four_bit(steps: int) -> Made:
+    """Two codes a byte, activations and errors in four bits too."""
+    model = nn.Sequential(nn.Linear(8, 15), nn.ReLU(), nn.Linear(15, 3))
+    ql.pack(ql.lower(model, "bfp4", "bfp4", seed=5), "fixed4.2")
+    sampler = ql.SGLD(model.parameters(), 0.05, 50, gradients="bfp4", seed=4)
+    return model, sampler, ql.ConstantLR(sampler, steps, steps // 10, burn_in=0.1), ql.Loader(DATA, 8, seed=8)
+
+
+def bf16(steps: int) -> Made:
+    """A model in bfloat16, with an accumulator in float32."""
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3)).bfloat16()
+    sampler = ql.SGLD(model.parameters(), 0.1, 50, weights="bf16", accumulator="fp32", seed=5)
+    return model, sampler, ql.StepDecayLR(sampler, steps, steps // 10, burn_in=0.1), ql.Loader(DATA, 8, seed=9)
+
+
+def float64(steps: int) -> Made:
+    """A model in float64, without a format."""
+    model = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.1), nn.Tanh(), nn.Linear(16, 3)).double()
+    sampler = ql.SGLD(model.parameters(), 0.1, 50, seed=6)
+    return model, sampler, ql.LinearDecayLR(sampler, steps, steps // 10, burn_in=0.2), ql.Loader(DATA, 8, seed=10)
+
+
+SETUPS: dict[str, Callable[[int], Made]] = {
+    "unpacked": unpacked, "packed": packed, "accumulated": accumulated, "four-bit": four_bit, "bf16": bf16,
+    "float64": float64,
+}  # fmt: skip
 
 
 def train(setup: str, folder: Path, steps: int, enter: Callable[[str], Any]) -> None:
     """Train a run from its start or its checkpoint to its end; ``enter`` is called with each phase."""
     enter("start")
-    torch.manual_seed(0)
+    for seed in (torch.manual_seed, np.random.seed, random.seed):  # a checkpoint holds the states of all three
+        seed(0)
     model, sampler, schedule, loader = SETUPS[setup](steps)
     with ql.SampleStore.create(folder, model, sampler, schedule, resume=True) as store:
         counters = ql.load_checkpoint(folder, model, sampler, schedule, loader, store, missing_ok=True)
@@ -95,7 +124,7 @@ def train(setup: str, folder: Path, steps: int, enter: Callable[[str], Any]) -> 
         for x, labels in islice(chain.from_iterable(repeat(loader)), steps - schedule.last_epoch):
             enter("step")
             sampler.zero_grad()
-            nn.functional.cross_entropy(model(x), labels).backward()
+            nn.functional.cross_entropy(model(x.to(next(model.parameters()).dtype)), labels).backward()
             sampler.step()
             schedule.step()
             if schedule.collect:
@@ -128,17 +157,17 @@ class Calls:
 
     def patches(self) -> tuple[Any, Any]:
         names = {name: getattr(os, name) for name in dir(os)}
-        names |= {call: partial(self.around, call, names[call]) for call in ("open", "writev", "fsync", "replace")}
-        patched, unlink = mock.patch.object(files, "os", SimpleNamespace(**names)), Path.unlink
-        return patched, mock.patch.object(Path, "unlink", lambda *a, **o: self.around("unlink", unlink, *a, **o))
+        names |= {call: partial(self.around, call, names[call]) for call in CALLS}
+        patched = SimpleNamespace(**names)
+        return mock.patch.object(files, "os", patched), mock.patch.object(folders, "os", patched)
 
 
 def worker(setup: str, folder: Path, steps: int, fatal: tuple[str, int] | None) -> None:
     """Train in a process of its own; beside the folder, keep the current phase, and at the end the counts of calls."""
     torch.set_num_threads(1)
     calls = Calls(fatal, dict.fromkeys(CALLS, 0))
-    writing, unlinking = calls.patches()
-    with open(folder.with_suffix(".phase"), "r+b", buffering=0) as file, writing, unlinking:
+    in_files, in_folders = calls.patches()
+    with open(folder.with_suffix(".phase"), "r+b", buffering=0) as file, in_files, in_folders:
         train(setup, folder, steps, lambda phase: os.pwrite(file.fileno(), bytes([1 + PHASES.index(phase)]), 0))
     folder.with_suffix(".calls").write_text(json.dumps(calls.counts))
 
@@ -150,8 +179,8 @@ class Result(NamedTuple):
 
 
 def content(folder: Path) -> dict[str, bytes]:
-    """Return the files of a store, without the checkpoint, which holds versions of tensors that belong to a process."""
-    found = [p for p in folder.rglob("*") if p.is_file() and p.name not in ("checkpoint.safetensors", ".lock")]
+    """Return the files of a store and the checkpoint in it."""
+    found = [p for p in folder.rglob("*") if p.is_file() and p.name != ".lock"]
     return {str(p.relative_to(folder)): p.read_bytes() for p in found}
 
 
@@ -220,7 +249,7 @@ def run_in_turns(tasks: Sequence[Waiting]) -> list[Any]:
 
 def kill_runs(options: Options, folder: Path) -> list[Result]:
     """Kill and compare all runs; their stores are below a folder."""
-    steps, setups = options.steps, list(SETUPS)
+    steps, setups = options.steps, list(SETUPS) if options.kind == "all" else [options.kind]
     like = dict(
         zip(setups, run_in_turns([run_reference(setup, folder / setup, steps) for setup in setups]), strict=True)
     )

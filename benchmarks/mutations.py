@@ -101,7 +101,8 @@ def build(folder: Path, count: int = 3) -> list[dict[str, Tensor]]:
 
 
 def targets(folder: Path) -> list[Path]:
-    return [folder / "manifest.json", folder / "frozen.safetensors", *sorted((folder / "samples").iterdir())]
+    frozen = folder / "frozen.safetensors"
+    return [folder / "manifest.json", *([frozen] if frozen.exists() else []), *sorted((folder / "samples").iterdir())]
 
 
 def bytewise(change: Callable[[bytearray, Random], bytes | bytearray]) -> Mutation:
@@ -142,7 +143,11 @@ def swap(folder: Path, rng: Random) -> None:
 
 def no_file(folder: Path, rng: Random) -> None:
     """Remove a file, or replace it by something that is no ordinary file."""
-    path = rng.choice(targets(folder))
+    put_no_file(rng.choice(targets(folder)), folder, rng)
+
+
+def put_no_file(path: Path, folder: Path, rng: Random) -> None:
+    """Put nothing, a pipe, a folder or a link in the place of a file."""
     path.unlink()
     links = {"loop": path, "dangling": folder / "none", "zeros": Path("/dev/zero"), "folder": folder}
     what = rng.choice(["nothing", "empty", "pipe", "directory", *links])
@@ -220,7 +225,7 @@ def relist(content: Content, rng: Random) -> None:
 
 
 def rerecord(content: Content, rng: Random) -> None:
-    record = rng.choice([*content["samples"], content["frozen"]])
+    record = rng.choice([*content["samples"], *([content["frozen"]] if content["frozen"] else [])])
     record[rng.choice(list(record))] = rng.choice(JUNK)
 
 
@@ -295,7 +300,7 @@ def odd_header(header: Content, data: bytearray, rng: Random) -> bytes:
 
 def numbers(header: Content, data: bytearray, rng: Random) -> None:
     """Change numbers: codes and exponents out of range, infinities and NaNs."""
-    for name in rng.sample(list(header), rng.choice([1, 1, 3, len(header)])):
+    for name in rng.sample(list(header), rng.choice([1, 1, min(3, len(header)), len(header)])):
         start, end = header[name]["data_offsets"]
         size = end - start
         ones = bytes([rng.choice([0x80, 0x7F, 0xFF, 0x81, 0x00, 0x07, 0x88])]) * size

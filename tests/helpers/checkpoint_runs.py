@@ -57,13 +57,13 @@ class Run:
 
 
 def comparable(tree: Any) -> Any:
-    """Return a tree of bytes and strings that compares to the bit; without versions of tensors, which belong to a process."""
+    """Return a tree of bytes and strings that compares to the bit."""
     if isinstance(tree, QTensor):
         return comparable([tree.codes, tree.exponents])
     if isinstance(tree, Tensor):
         return str(tree.dtype), tuple(tree.shape), bytes(tree.detach().reshape(-1).view(torch.uint8).numpy())
     if isinstance(tree, dict):
-        return {k: comparable(v) for k, v in tree.items() if k != "version"}
+        return {k: comparable(v) for k, v in tree.items()}
     if isinstance(tree, (list, tuple)):
         return [comparable(item) for item in tree]
     return repr(tree)
@@ -103,7 +103,7 @@ def make(kind: str = "plain", samples: int = 4, batch_size: int = 6, lower: bool
     if kind == "torch":
         momentum = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
         return Run(model, momentum, torch.optim.lr_scheduler.StepLR(momentum, 5), loader)
-    given: dict[str, Any] = {"weights": None if kind in ("packed", "in backward", "float64") else "bfp8"}
+    given: dict[str, Any] = {"weights": None if kind in ("packed", "in backward", "float64", "fp32") else "bfp8"}
     given |= {"accumulator": {"weights": "fixed8.6", "accumulator": "fp32"}}.get(kind, {})
     given |= {"bf16 accumulator": {"weights": "bfp8", "accumulator": "bf16"}}.get(kind, {})
     sampler = ql.SGLD(model.parameters(), 0.1, 20, step_in_backward=kind == "in backward", **given | options)
@@ -116,5 +116,5 @@ def make(kind: str = "plain", samples: int = 4, batch_size: int = 6, lower: bool
 
 KINDS = [
     *["plain", "packed", "in backward", "accumulator", "bf16 accumulator", "lowered", "dropout", "batchnorm"],
-    *["augmented", "torch", "float64", "cyclical"],
+    *["augmented", "torch", "float64", "fp32", "cyclical"],
 ]

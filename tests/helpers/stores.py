@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ from torch import Tensor, nn
 
 from qlangevin import Key, QTensor, Sample, SampleStore, pack
 from qlangevin.quantization import random
+from qlangevin.storage import files
+from qlangevin.storage.folders import Folder
 
 FULL = OSError(errno.ENOSPC, "No space left on device")
 
@@ -40,6 +43,12 @@ def fill_store(path: Path, count: int = 3) -> SampleStore:
         for i in range(count):
             writer.append(draw(model, i), step=i)
     return SampleStore.open(path)
+
+
+def write_hashed(path: Path, chunks: Sequence[files.Bytes]) -> files.Digest:
+    """Write a file atomically, as stores do; return its size and SHA-256."""
+    with Folder.open(path.parent) as folder:
+        return files.write_hashed(folder, path.name, chunks)
 
 
 def read_files(path: Path) -> dict[str, bytes]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import pickle
+import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +20,7 @@ import qlangevin as ql
 from benchmarks.kills import Options, content, kill_runs
 from qlangevin.quantization.qtensor import QTensor
 from qlangevin.storage import state_json
+from qlangevin.storage.leftovers import host_id
 from tests.helpers.checkpoint_runs import KINDS, STEPS, comparable, make, seed_all
 
 
@@ -32,6 +34,42 @@ def test_resumed_at_any_step_a_run_is_the_same_to_the_bit(kind: str, tmp_path: P
         assert resumed.load(tmp_path / str(step)) == {"step": step}
         assert resumed.train(STEPS) == losses[step:]
         assert resumed.state() == whole.state()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_last_checkpoint_of_a_resumed_run_is_the_same_to_the_byte(kind: str, tmp_path: Path) -> None:
+    whole = make(kind)
+    with ql.SampleStore.create(tmp_path / "whole", whole.model, whole.sampler) as store:
+        whole.train(5)
+        store.append(whole.model)
+        whole.save(tmp_path / "whole", store=store, step=5)
+        shutil.copytree(tmp_path / "whole", tmp_path / "killed")
+        whole.train(STEPS)
+        whole.save(tmp_path / "whole", store=store, step=STEPS)
+    resumed = make(kind)
+    seed_all(99)
+    with ql.SampleStore.create(tmp_path / "killed", resumed.model, resumed.sampler, resume=True) as store:
+        resumed.load(tmp_path / "killed", store)
+        resumed.train(STEPS)
+        resumed.save(tmp_path / "killed", store=store, step=STEPS)
+    assert content(tmp_path / "killed") == content(tmp_path / "whole")
+
+
+def test_weights_overwritten_after_a_resume_are_noticed(tmp_path: Path) -> None:
+    """The sampler notes versions of tensors for that, which a checkpoint does not hold."""
+    run = make("accumulator")
+    run.train(3)
+    run.save(tmp_path)
+    resumed = make("accumulator")
+    resumed.load(tmp_path)
+    weight: Any = resumed.model[0].weight  # type: ignore[index]
+    assert "version" not in resumed.sampler.state_dict()["state"][0]
+    resumed.train(4)
+    with torch.no_grad():
+        weight.copy_(torch.full_like(weight, -1.5))
+    resumed.train(5)
+    assert (weight < -1).all()  # the step began at the new weights, not at the accumulator
+    assert (resumed.sampler.state[weight]["accumulator"] < -1).all()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -89,11 +127,35 @@ def test_the_model_alone_is_loaded_and_no_generator_is_touched(tmp_path: Path) -
     assert other.state()[2:-1] == wanted[:-1]
 
 
-@pytest.mark.parametrize("path", ["run.safetensors", "checkpoint", ""])
-def test_a_folder_holds_a_checkpoint_under_its_usual_name(path: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("path", "file"),
+    [
+        ("run.safetensors", "run.safetensors"),
+        ("", "checkpoint.safetensors"),
+        ("run", "run/checkpoint.safetensors"),
+        ("lr0.1/chain-0", "lr0.1/chain-0/checkpoint.safetensors"),
+    ],
+)
+def test_a_path_is_a_folder_unless_it_says_that_it_is_a_file(path: str, file: str, tmp_path: Path) -> None:
     ql.save_checkpoint(str(tmp_path / path), nn.Linear(1, 1), best=0.5)
-    assert [file.name for file in tmp_path.iterdir()] == [path or "checkpoint.safetensors"]
+    assert [str(found.relative_to(tmp_path)) for found in tmp_path.rglob("*") if found.is_file()] == [file]
     assert ql.load_checkpoint(tmp_path / path, nn.Linear(1, 1)) == {"best": 0.5}
+
+
+def test_a_checkpoint_saved_before_there_is_a_store_does_not_take_its_place(tmp_path: Path) -> None:
+    ql.save_checkpoint(tmp_path / "run", model := nn.Linear(1, 1))
+    with ql.SampleStore.create(tmp_path / "run", model) as store:
+        store.append(model)
+    assert ql.load_checkpoint(tmp_path / "run", model) == {}
+
+
+def test_a_file_of_any_name_that_is_there_is_a_checkpoint(tmp_path: Path) -> None:
+    ql.save_checkpoint(tmp_path / "run.safetensors", nn.Linear(1, 1), best=0.5)
+    (tmp_path / "run.safetensors").rename(tmp_path / "old")
+    model = nn.Linear(1, 1)
+    assert ql.load_checkpoint(tmp_path / "old", model) == {"best": 0.5}
+    ql.save_checkpoint(tmp_path / "old", model, best=1)
+    assert [found.name for found in tmp_path.iterdir()] == ["old"]
 
 
 def test_a_missing_checkpoint_is_an_error_unless_it_may_be_missing(tmp_path: Path) -> None:
@@ -212,8 +274,8 @@ def test_if_the_disk_fails_the_checkpoint_before_is_there(
 def test_what_a_killed_process_left_behind_is_overwritten(tmp_path: Path) -> None:
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
-    for process, thread in ((gone.pid, 1), (os.getpid(), 1)):  # numbers are used again
-        (tmp_path / f".checkpoint.safetensors.{process}-{thread}.tmp").write_bytes(b"half of a checkp")
+    for process in (gone.pid, os.getpid()):  # numbers are used again
+        (tmp_path / f".checkpoint.safetensors.{host_id()}-{process}-1-1.tmp").write_bytes(b"half of a checkp")
     make().save(tmp_path)
     assert [file.name for file in tmp_path.iterdir()] == ["checkpoint.safetensors"]
 
@@ -222,8 +284,8 @@ def test_the_same_state_gives_the_same_bytes(tmp_path: Path) -> None:
     for name in "ab":
         run = make("packed")
         run.train(3)
-        run.save(tmp_path / name, best=0.5)
-    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+        run.save(tmp_path / f"{name}.safetensors", best=0.5)
+    assert (tmp_path / "a.safetensors").read_bytes() == (tmp_path / "b.safetensors").read_bytes()
 
 
 @pytest.mark.parametrize("kind", KINDS)

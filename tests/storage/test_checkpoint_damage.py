@@ -38,7 +38,7 @@ def assert_refused(
 @pytest.fixture(scope="module")
 def intact(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     """The bytes of a small checkpoint."""
-    path = tmp_path_factory.mktemp("intact") / "checkpoint"
+    path = tmp_path_factory.mktemp("intact") / "checkpoint.safetensors"
     run = make("packed")
     run.train(2)
     run.save(path, best=torch.ones(2))
@@ -53,7 +53,7 @@ def test_a_byte_that_has_changed_is_found(intact: bytes, tmp_path: Path) -> None
     for offset in offsets:
         changed = bytearray(intact)
         changed[offset] ^= 1 << rng.randrange(8)
-        assert_refused(tmp_path / "it", bytes(changed), run)
+        assert_refused(tmp_path / "it.safetensors", bytes(changed), run)
 
 
 @pytest.mark.slow
@@ -66,7 +66,7 @@ def test_a_changed_bit_of_any_name_or_shape_is_found(intact: bytes, tmp_path: Pa
         for bit in (offset % 8, (offset + 3) % 8):
             changed = bytearray(intact)
             changed[offset] ^= 1 << bit
-            assert_refused(tmp_path / "it", bytes(changed), run)
+            assert_refused(tmp_path / "it.safetensors", bytes(changed), run)
 
 
 @pytest.mark.parametrize(("old", "new"), [(b'"F32"', b'"I32"'), (b'"I8"', b'"U8"'), (b'"I64"', b'"F64"')])
@@ -74,25 +74,25 @@ def test_another_dtype_in_the_header_is_found(intact: bytes, old: bytes, new: by
     offsets = [i for i in range(len(intact)) if intact.startswith(old, i)]
     assert offsets
     for i in offsets:
-        assert_refused(tmp_path / "it", intact[:i] + new + intact[i + len(old) :], make("packed"))
+        assert_refused(tmp_path / "it.safetensors", intact[:i] + new + intact[i + len(old) :], make("packed"))
 
 
 def test_a_file_cut_short_or_too_long_is_found(intact: bytes, tmp_path: Path) -> None:
     rng, run = random.Random(1), make("packed")
     for length in [*range(12), *rng.sample(range(len(intact)), 200), len(intact) - 1]:
-        assert_refused(tmp_path / "it", intact[:length], run)
-    assert_refused(tmp_path / "it", intact + b"\0", run)
-    assert_refused(tmp_path / "it", intact + intact, run)
+        assert_refused(tmp_path / "it.safetensors", intact[:length], run)
+    assert_refused(tmp_path / "it.safetensors", intact + b"\0", run)
+    assert_refused(tmp_path / "it.safetensors", intact + intact, run)
 
 
 @pytest.mark.parametrize("data", [b"", b"\0" * 100, b"\xff" * 100, b"{}", struct.pack("<Q", 2) + b"{}"])
 def test_what_was_never_a_checkpoint_is_found(data: bytes, tmp_path: Path) -> None:
-    assert_refused(tmp_path / "it", data)
+    assert_refused(tmp_path / "it.safetensors", data)
 
 
 @pytest.mark.parametrize("length", [0, 1, 2**20, 10**8, 10**8 + 1, 2**31, 2**63 - 1, 2**63, 2**64 - 1])
 def test_a_header_that_says_it_is_of_another_length_is_found(intact: bytes, length: int, tmp_path: Path) -> None:
-    assert_refused(tmp_path / "it", struct.pack("<Q", length) + intact[8:], make("packed"))
+    assert_refused(tmp_path / "it.safetensors", struct.pack("<Q", length) + intact[8:], make("packed"))
 
 
 def test_a_pipe_is_no_checkpoint(tmp_path: Path) -> None:
@@ -125,9 +125,9 @@ def forge(path: Path, about: Any, tensors: dict[str, Tensor]) -> Path:
 
 
 def test_a_forgery_that_changes_nothing_is_loaded(apart: Any, intact: bytes, tmp_path: Path) -> None:
-    make("packed").load(forge(tmp_path / "it", *apart))
+    make("packed").load(forge(tmp_path / "it.safetensors", *apart))
     compact = json.dumps(apart[0], separators=(",", ":"))
-    assert forge(tmp_path / "it", compact, apart[1]).read_bytes() == intact
+    assert forge(tmp_path / "it.safetensors", compact, apart[1]).read_bytes() == intact
 
 
 KEYS = ["checkpoint", "tensors", "layers", "lowered", "states", "random", "counters"]
@@ -137,7 +137,9 @@ WRONG: list[Any] = [None, [], {}, "x", -1, 0.5, [[1]], {"tuple": []}, {"dict": [
 @pytest.mark.parametrize("key", [*KEYS, "store"])
 def test_an_entry_that_is_missing_is_found(key: str, apart: Any, tmp_path: Path) -> None:
     about, tensors = apart
-    assert_refused(forge(tmp_path / "it", {k: v for k, v in about.items() if k != key}, tensors), run=make("packed"))
+    assert_refused(
+        forge(tmp_path / "it.safetensors", {k: v for k, v in about.items() if k != key}, tensors), run=make("packed")
+    )
 
 
 @pytest.mark.parametrize("key", KEYS)
@@ -148,35 +150,35 @@ def test_an_entry_of_another_kind_is_found(key: str, apart: Any, tmp_path: Path)
         if (key, wrong) not in [("layers", {}), ("lowered", {}), ("counters", {"dict": []})]:  # which can be
             # Some say something that could be true of another model.
             error = ValueError if key in ("tensors", "layers", "lowered", "states") else DamagedError
-            assert_refused(forge(tmp_path / "it", about | {key: wrong}, tensors), run=run, error=error)
+            assert_refused(forge(tmp_path / "it.safetensors", about | {key: wrong}, tensors), run=run, error=error)
 
 
 @pytest.mark.parametrize("samples", ["2", -1, 0.5, []])
 def test_a_number_of_samples_that_is_none_is_found(samples: Any, apart: Any, tmp_path: Path) -> None:
     run, (about, tensors) = make("packed"), apart
-    forge(tmp_path / "it", about | {"store": {"samples": samples}}, tensors)
+    forge(tmp_path / "it.safetensors", about | {"store": {"samples": samples}}, tensors)
     with ql.SampleStore.create(tmp_path / "store", run.model) as store:
         for _ in range(3):
             store.append(run.model)
         before = run.state(), content(store.path)
         with pytest.raises(DamagedError):
-            run.load(tmp_path / "it", store)
+            run.load(tmp_path / "it.safetensors", store)
         assert (run.state(), content(store.path)) == before
 
 
 @pytest.mark.parametrize("count", ["x", None, -1, 2**64])
 def test_a_count_of_a_layer_that_is_none_is_found(count: Any, tmp_path: Path) -> None:
-    make("lowered").save(tmp_path / "it")
-    about, tensors = take_apart((tmp_path / "it").read_bytes(), tmp_path)
+    make("lowered").save(tmp_path / "it.safetensors")
+    about, tensors = take_apart((tmp_path / "it.safetensors").read_bytes(), tmp_path)
     about["layers"]["2"] = count
-    assert_refused(forge(tmp_path / "it", about, tensors), run=make("lowered"))
+    assert_refused(forge(tmp_path / "it.safetensors", about, tensors), run=make("lowered"))
 
 
 @pytest.mark.parametrize("version", [2, 0, None, "1", [1]])
 def test_another_version_is_found(version: Any, apart: Any, tmp_path: Path) -> None:
     about, tensors = apart
     with pytest.raises(DamagedError, match="reads version 1"):
-        make("packed").load(forge(tmp_path / "it", about | {"checkpoint": version}, tensors))
+        make("packed").load(forge(tmp_path / "it.safetensors", about | {"checkpoint": version}, tensors))
 
 
 @pytest.mark.parametrize("brackets", ["[]", '{"tuple":[]}', '{"dict":[[1,]]}'])
@@ -187,7 +189,7 @@ def test_nesting_is_loaded_up_to_a_depth_and_found_beyond(brackets: str, apart: 
     for depth in (50, 100, 200, 300, 400, 550, 700, 950, 5000, 100_000):
         nested = brackets[:middle] * depth + "1" + brackets[middle:] * depth
         text = json.dumps(about | {"counters": "HERE"}).replace('"HERE"', '{"dict":[["a",' + nested + "]]}")
-        path, before = forge(tmp_path / "it", text, tensors), run.state()
+        path, before = forge(tmp_path / "it.safetensors", text, tensors), run.state()
         try:
             loaded.append(list(run.load(path)) == ["a"])
         except DamagedError:
@@ -200,14 +202,16 @@ def test_nesting_is_loaded_up_to_a_depth_and_found_beyond(brackets: str, apart: 
 
 @pytest.mark.parametrize("text", ["", "[]", "null", "{", '{"a":1,"a":1}', "NaN", "\x00", '{"checkpoint":1}'])
 def test_what_is_not_the_json_of_a_checkpoint_is_found(text: str, apart: Any, tmp_path: Path) -> None:
-    assert_refused(forge(tmp_path / "it", text, apart[1]))
+    assert_refused(forge(tmp_path / "it.safetensors", text, apart[1]))
 
 
 @pytest.mark.parametrize(
     "metadata", [None, {}, {"qlangevin": "{}"}, {"sha256": hashlib.sha256().hexdigest()}, {"format": "pt"}]
 )
 def test_a_safetensors_file_of_another_program_is_found(metadata: dict[str, str] | None, tmp_path: Path) -> None:
-    assert_refused(tmp_path / "it", b"".join(map(bytes, tensor_chunks({"weight": torch.ones(2)}, metadata))))
+    assert_refused(
+        tmp_path / "it.safetensors", b"".join(map(bytes, tensor_chunks({"weight": torch.ones(2)}, metadata)))
+    )
 
 
 CODES, EXPONENTS = "model.0.weight.codes", "model.0.weight.exponents"
@@ -233,13 +237,13 @@ def test_tensors_that_are_not_what_is_described_are_found(change: str, kind: str
     about, tensors = apart
     name, t = CHANGES[change]
     changed = {n: old for n, old in tensors.items() if n != name} | ({} if t is None else {name: t})
-    assert_refused(forge(tmp_path / "it", about, changed), run=make(kind))
+    assert_refused(forge(tmp_path / "it.safetensors", about, changed), run=make(kind))
 
 
 @pytest.mark.parametrize(
     "weight", [torch.ones(5), torch.ones(1), torch.ones(4, 5), torch.ones(5, 4).int(), torch.ones(5, 4).double()]
 )
 def test_parameters_that_are_not_what_is_described_are_found(weight: Tensor, tmp_path: Path) -> None:
-    make().save(tmp_path / "it")
-    about, tensors = take_apart((tmp_path / "it").read_bytes(), tmp_path)
-    assert_refused(forge(tmp_path / "it", about, tensors | {"model.0.weight": weight}))
+    make().save(tmp_path / "it.safetensors")
+    about, tensors = take_apart((tmp_path / "it.safetensors").read_bytes(), tmp_path)
+    assert_refused(forge(tmp_path / "it.safetensors", about, tensors | {"model.0.weight": weight}))

@@ -111,7 +111,7 @@ def test_a_store_that_has_lost_samples_is_refused(tmp_path: Path) -> None:
     run = make()
     with ql.SampleStore.create(tmp_path / "store", run.model, run.sampler) as store:
         store.append(run.model)
-        store.append(run.model)
+        store.append(run.model, step=1)
         run.save(tmp_path, store=store)
         store.truncate(1)
         run.train(3)

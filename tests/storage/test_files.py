@@ -13,6 +13,7 @@ import pytest
 
 from qlangevin import DamagedError
 from qlangevin.storage import files
+from tests.helpers.stores import write_hashed
 
 
 @pytest.mark.parametrize("size", [0, 5, files.RUN - 1, files.RUN, files.RUN + 1, 3 * files.RUN + 7])
@@ -24,7 +25,7 @@ def test_the_checksum_is_the_sha256_of_the_file(size: int, tmp_path: Path) -> No
         b"",
         content[size // 2 : size],
     ]
-    digest = files.write_hashed(tmp_path / "x", chunks)
+    digest = write_hashed(tmp_path / "x", chunks)
     assert (tmp_path / "x").read_bytes() == content[:size]
     assert digest == (size, hashlib.sha256(content[:size]).hexdigest())
     assert files.sha256(*chunks) == digest.sha256
@@ -32,7 +33,7 @@ def test_the_checksum_is_the_sha256_of_the_file(size: int, tmp_path: Path) -> No
 
 @pytest.mark.skipif(shutil.which("sha256sum") is None, reason="there is no sha256sum")
 def test_sha256sum_prints_the_checksum_of_a_large_file(tmp_path: Path) -> None:
-    digest = files.write_hashed(tmp_path / "x", [os.urandom(files.RUN), b"abc"])
+    digest = write_hashed(tmp_path / "x", [os.urandom(files.RUN), b"abc"])
     printed = subprocess.run(["sha256sum", tmp_path / "x"], capture_output=True, text=True, check=True).stdout
     assert printed.split()[0] == digest.sha256
 
@@ -47,10 +48,10 @@ def test_a_file_is_synced_before_it_is_renamed_and_its_folder_after(
         calls.append(("sync", os.fstat(descriptor).st_ino))
         fsync(descriptor)
 
-    def note_replace(old: Path, new: Path) -> None:
-        assert old.parent == new.parent
-        calls.append(("rename", old.stat().st_ino))
-        replace(old, new)
+    def note_replace(old: str, new: str, *, src_dir_fd: int, dst_dir_fd: int) -> None:
+        assert src_dir_fd == dst_dir_fd
+        calls.append(("rename", os.stat(old, dir_fd=src_dir_fd).st_ino))
+        replace(old, new, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd)
 
     monkeypatch.setattr(os, "fsync", note_fsync)
     monkeypatch.setattr(os, "replace", note_replace)
@@ -66,7 +67,7 @@ def test_a_file_that_could_not_be_written_is_as_it_was(
 ) -> None:
     files.write(tmp_path / "x", [b"old"])
     with monkeypatch.context() as patch:
-        patch.setattr(os, call, lambda *_: (_ for _ in ()).throw(error))
+        patch.setattr(os, call, lambda *_, **__: (_ for _ in ()).throw(error))
         with pytest.raises(type(error)):
             files.write(tmp_path / "x", [b"new"])
     assert os.listdir(tmp_path) == ["x"]

@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from qlangevin import SGLD, ConstantLR, CyclicalLR, QTensor, SampleStore, pack
+from qlangevin import SGLD, ConstantLR, CyclicalLR, QLangevinWarning, QTensor, SampleStore, pack
+from qlangevin.storage.folders import Folder
 from tests.helpers.processes import fork, wait_for
 from tests.helpers.stores import build, draw, fill_store, is_sample, read_files
 
@@ -137,10 +138,10 @@ def test_a_sample_added_while_a_reader_opens_is_seen(tmp_path: Path, monkeypatch
     fill_store(tmp_path, 1)
     read = SampleStore._read_manifest
 
-    def slow(path: Path) -> Any:
-        found = read(path)
+    def slow(folder: Folder) -> Any:
+        found = read(folder)
         monkeypatch.undo()
-        with SampleStore.open(path, write=True) as writer:
+        with SampleStore.open(folder.path, write=True) as writer:
             writer.append(build())
         return found
 
@@ -305,9 +306,25 @@ def test_a_step_that_is_no_number_is_refused_and_the_store_stays_readable(step: 
 def test_a_step_before_that_of_the_last_sample_is_refused(tmp_path: Path) -> None:
     with SampleStore.create(tmp_path, model := build()) as s:
         s.append(model, 5)
-        s.append(model, 5)
         with pytest.raises(
             ValueError, match="last sample is of step 5, this one of step 4: was the checkpoint not loaded"
         ):
             s.append(model, 4)
-        assert len(s) == 2
+        assert len(s) == 1
+
+
+def test_a_second_sample_of_a_step_is_said_once_and_stored(tmp_path: Path) -> None:
+    model = nn.Linear(3, 2)
+    sampler = SGLD(model.parameters(), 0.1, 1000)
+    with SampleStore.create(tmp_path, model, sampler) as s:
+        s.append(model)
+        with pytest.warns(
+            QLangevinWarning, match="has a sample of step 0 already: the same weights count twice"
+        ) as caught:
+            s.append(model)
+        assert caught[0].filename == __file__
+        s.append(model)
+        assert len(s) == 3
+        s.append(model, step=1)
+    with SampleStore.open(tmp_path, write=True) as s, pytest.warns(QLangevinWarning, match="of step 1 already"):
+        s.append(model, step=1)

@@ -17,7 +17,8 @@ import pytest
 from torch import nn
 
 from qlangevin import SampleStore, storage
-from qlangevin.storage import files as files_module
+from qlangevin.storage.folders import Folder
+from qlangevin.storage.leftovers import host_id
 from tests.helpers.processes import fork, wait_for
 from tests.helpers.stores import FULL, build, draw, fill_store, is_sample, read_files
 
@@ -30,12 +31,12 @@ def test_an_append_that_fails_changes_nothing(
     reader, before = fill_store(tmp_path / "s", 2), read_files(tmp_path / "s")
     real, calls = getattr(os, call), 0
 
-    def fail(*args: Any) -> Any:
+    def fail(*args: Any, **options: Any) -> Any:
         nonlocal calls
         calls += 1
         if calls == nth:
             raise FULL
-        return real(*args)
+        return real(*args, **options)
 
     with SampleStore.open(tmp_path / "s", write=True) as writer:
         with monkeypatch.context() as patch:
@@ -187,7 +188,7 @@ def test_a_manifest_that_is_in_its_place_but_not_synced_counts(tmp_path: Path, m
     fill_store(tmp_path, 1)
     with SampleStore.open(tmp_path, write=True) as writer:
         with monkeypatch.context() as patch:
-            patch.setattr(files_module, "sync_folder", lambda folder: sync_all_but(tmp_path, folder))
+            patch.setattr(Folder, "sync", lambda folder: sync_all_but(tmp_path, folder.path))
             with pytest.raises(OSError, match="No space left on device: sample 1 may not outlive a power failure"):
                 writer.append(draw(build(), 1))
         assert len(writer) == len(SampleStore.open(tmp_path)) == 2
@@ -216,9 +217,9 @@ def test_a_process_that_fails_and_then_dies_leaves_every_listed_sample_readable(
                 raise error
             fsync(descriptor)
 
-        def die(old: Path, new: Path) -> None:
-            replace(old, new)
-            if new.parent.name == "samples":
+        def die(old: str, new: str, **options: int) -> None:
+            replace(old, new, **options)
+            if new.endswith(".safetensors"):
                 os._exit(77)
 
         with SampleStore.open(tmp_path, write=True) as writer, pytest.MonkeyPatch.context() as patch:
@@ -236,7 +237,7 @@ def test_a_process_that_fails_and_then_dies_leaves_every_listed_sample_readable(
 def test_what_a_killed_writer_left_is_removed_by_the_next(tmp_path: Path) -> None:
     fill_store(tmp_path, 2)
     before = read_files(tmp_path)
-    mine = f"{os.getpid()}-1.tmp"  # of a process that had this one's number
+    mine = f"{host_id()}-{os.getpid()}-1-1.tmp"  # of a process that had this one's number
     for name in (f".manifest.json.{mine}", f"samples/.000002.safetensors.{mine}", "samples/000002.safetensors"):
         (tmp_path / name).write_bytes(b"half")
     (tmp_path / "notes.txt").write_text("mine")
@@ -250,12 +251,12 @@ def test_a_store_is_created_again_after_a_crash_in_the_middle(tmp_path: Path, mo
     real, calls = os.replace, 0
     for nth in (1, 2):
 
-        def fail(old: Path, new: Path, nth: int = nth) -> None:
+        def fail(*args: Any, nth: int = nth, **options: Any) -> None:
             nonlocal calls
             calls += 1
             if calls == nth:
                 raise FULL
-            real(old, new)
+            real(*args, **options)
 
         with monkeypatch.context() as patch:
             calls = 0

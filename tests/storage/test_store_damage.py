@@ -47,8 +47,8 @@ def test_verify_looks_at_frozen_parameters(count: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_damaged_and_forged_stores_are_refused_or_well_formed() -> None:
-    assert [result for result in fuzz.fuzz(300) if result.outcome == fuzz.FAILED] == []
+def test_damaged_and_forged_stores_and_checkpoints_are_refused_or_well_formed() -> None:
+    assert [result for result in fuzz.fuzz(400) if result.outcome == fuzz.FAILED] == []
 
 
 @pytest.mark.slow

@@ -14,8 +14,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from qlangevin import DamagedError
-from qlangevin.storage.files import Digest, write_hashed
+from qlangevin.storage.files import Digest
 from qlangevin.storage.tensor_file import DTYPES, Spec, map_tensors, tensor_chunks
+from tests.helpers.stores import write_hashed
 
 TENSORS = {"b": torch.arange(6, dtype=torch.int8).view(2, 3), "a": torch.tensor(1.5), "c": torch.ones(0, 4)}
 

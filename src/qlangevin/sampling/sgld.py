@@ -246,6 +246,12 @@ class SGLD(Optimizer):
                     count += int(((p >= format.high) | (p <= format.low)).sum())
         return count
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the chain, without torch's versions of the weights: those count the writes of one process."""
+        found = super().state_dict()
+        entries = {i: {name: v for name, v in each.items() if name != "version"} for i, each in found["state"].items()}
+        return {**found, "state": entries}
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Resume a saved chain bit for bit. The caller loads the weights into the model, before or after."""
         saved = [i for group in state_dict["param_groups"] for i in group["params"]]

@@ -7,16 +7,14 @@ atomically, so that there is always a checkpoint, the old one or the new one.
 from __future__ import annotations
 
 import copy
-import glob
 import json
 import os
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from safetensors import safe_open
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -24,17 +22,23 @@ from .. import lowering
 from .._validate import describe_differences
 from .._version import __version__
 from . import files, model_tensors
-from .files import DamagedError
+from .cleaning import CHECKPOINT
+from .errors import DamagedError, explain_errors, explained, is_explained
+from .files import Bytes
+from .folders import Folder, exists, is_folder, make_folder
+from .leftovers import remove_leftovers
+from .locking import check_locks_of
 from .manifest import TensorInfo, is_count
 from .state_json import flatten, random_state, set_random_state, unflatten
 from .store import SampleStore
-from .tensor_file import DTYPES, check_header_length, check_specs, report_damage, tensor_chunks
+from .tensor_file import check_specs, read_tensors, tensor_chunks
 
 __all__ = ["load_checkpoint", "save_checkpoint"]
 
 VERSION = 1
-FILE = "checkpoint.safetensors"
+SUFFIX = ".safetensors"  # of a path that names a file, not a folder
 MODEL = "model."  # prefix of the names of the model's tensors
+LONGEST = 1000  # characters of a message: a file can hold any names
 
 
 class Stateful(Protocol):
@@ -56,7 +60,8 @@ def save_checkpoint(
     """Save all that is needed to resume a run, in one file that is replaced atomically.
 
     Args:
-        path: the file; in a folder, ``checkpoint.safetensors``.
+        path: a folder, in which the file is ``checkpoint.safetensors``; it is made if it is missing. A path that ends in
+            ``.safetensors``, or is that of a file, is the file itself.
         model: its parameters, buffers, and how often each layer of a lowered model has run are saved.
         sampler, schedule, loader: their states are saved.
         store: the number of its samples is saved; `load_checkpoint` truncates it to that many.
@@ -79,9 +84,7 @@ def save_checkpoint(
     }
     tensors |= {f"{MODEL}{name}": t for name, t in model_tensors.encode_tensors(named, infos).items()}
     text = json.dumps(about, separators=(",", ":"))
-    file = _resolve_path(path)
-    files.remove_leftovers(file.parent, glob.escape(file.name))
-    files.write(file, tensor_chunks(tensors, {"qlangevin": text, "sha256": _hash_content(tensors, text)}))
+    _write_file(path, store, tensor_chunks(tensors, {"qlangevin": text, "sha256": _hash_content(tensors, text)}))
 
 
 def load_checkpoint(
@@ -106,15 +109,14 @@ def load_checkpoint(
         missing_ok: if there is no checkpoint yet, save the first one and return no counters. A store that has samples but no
             checkpoint is an error, and stays as it is.
     """
-    file, given = _resolve_path(path), _check_components(model, sampler, schedule, loader)
-    if not file.exists():
+    given = _check_components(model, sampler, schedule, loader)
+    with explain_errors(path, "the checkpoint was not read"):
+        file = _resolve_path(path)
+        missing = not exists(file)
+    if missing:
         if not missing_ok:
             raise FileNotFoundError(f"there is no checkpoint {file}")
-        if store is not None and len(store):
-            raise FileNotFoundError(
-                f"there is no checkpoint {file}, but {store.path} has {len(store)} samples of the run it was of; "
-                "put it back, begin in another folder, or give the samples up with store.truncate(0)"
-            )
+        _refuse_orphans(file, store)
         save_checkpoint(path, model, sampler, schedule, loader, store)
         return {}
     saved = _read_checkpoint(file)
@@ -126,6 +128,15 @@ def load_checkpoint(
     return saved.counters
 
 
+def _refuse_orphans(file: Path, store: SampleStore | None) -> None:
+    """Raise FileNotFoundError for a store with samples whose checkpoint is missing."""
+    if store is not None and len(store):
+        raise FileNotFoundError(
+            f"there is no checkpoint {file}, but {store.path} has {len(store)} samples of the run it was of; "
+            "put it back, begin in another folder, or give the samples up with store.truncate(0)"
+        )
+
+
 def _check_fits(saved: Saved, model: nn.Module, given: Mapping[str, Stateful]) -> None:
     """Raise ValueError for a model or a component that is not of the kind that was saved."""
     here = model_tensors.describe(model_tensors.named_tensors(model))
@@ -134,15 +145,16 @@ def _check_fits(saved: Saved, model: nn.Module, given: Mapping[str, Stateful]) -
         raise ValueError(
             f"{saved.what} is of a model packed as {saved.infos[odd[0]].format}, not {here[odd[0]].format}"
         )
-    lowering.check_state(model_tensors.unwrap(model), saved.layers)
+    with _name_file(saved, "the state of its layers"):
+        lowering.check_state(model_tensors.unwrap(model), saved.layers)
     if "sampler" in given and (
         odd := describe_differences(saved.lowered, lowering.settings(model_tensors.unwrap(model)))
     ):
-        raise ValueError(f"{saved.what} is of a model lowered otherwise: {'; '.join(odd[:3])}")
+        raise ValueError(f"{saved.what} is of a model lowered otherwise: {'; '.join(odd[:3])[:LONGEST]}")
     for name, component in given.items():
         kind, known = type(component).__name__, saved.classes.get(name)
         if kind != known:
-            was = f"with a {known} as {name}" if known else f"without a {name}"
+            was = f"with a {str(known)[:LONGEST]} as {name}" if known else f"without a {name}"
             raise ValueError(f"{saved.what} was saved {was}, not with a {kind}")
 
 
@@ -163,7 +175,8 @@ def _count_shared_samples(saved: Saved, store: SampleStore) -> int:
     if count > len(store):
         raise ValueError(f"{saved.what} comes after {count} samples, but {store.path} has {len(store)}")
     if odd := describe_differences(saved.store, _identify_store(store, count)):
-        raise ValueError(f"{saved.what} is of another run than the store in {store.path}: {'; '.join(odd[:3])}")
+        why = "; ".join(odd[:3])[:LONGEST]
+        raise ValueError(f"{saved.what} is of another run than the store in {store.path}: {why}")
     return int(count)
 
 
@@ -172,7 +185,8 @@ def _load_all(saved: Saved, model: nn.Module, given: Mapping[str, Stateful]) -> 
     with ExitStack() as undo:
         for name, component in given.items():
             undo.callback(component.load_state_dict, copy.copy(component.state_dict()))
-            component.load_state_dict(saved.states[name])
+            with _name_file(saved, f"the state of the {name}"):
+                component.load_state_dict(saved.states[name])
         if "sampler" in given:
             undo.callback(set_random_state, random_state())
             try:
@@ -182,6 +196,17 @@ def _load_all(saved: Saved, model: nn.Module, given: Mapping[str, Stateful]) -> 
         undo.pop_all()
     model_tensors.load_into(model_tensors.named_tensors(model), saved.values)
     lowering.load_state_dict(model, saved.layers)
+
+
+@contextmanager
+def _name_file(saved: Saved, part: str) -> Iterator[None]:
+    """Turn errors of a component about a state that is not its own into a ValueError that names the checkpoint."""
+    try:
+        yield
+    except Exception as error:
+        raise ValueError(
+            f"{part} in {saved.what} does not fit: {str(error)[:LONGEST] or type(error).__name__}"
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -230,18 +255,45 @@ def _hash_content(tensors: Mapping[str, Tensor], text: str) -> str:
 
 
 def _resolve_path(path: str | os.PathLike[str]) -> Path:
-    return Path(path) / FILE if Path(path).is_dir() else Path(path)
+    """Return the file of a checkpoint; see `save_checkpoint`."""
+    path = Path(path)
+    named = not is_folder(path) and (path.suffix == SUFFIX or exists(path))
+    return path if named else path / CHECKPOINT
+
+
+def _write_file(path: str | os.PathLike[str], store: SampleStore | None, chunks: Sequence[Bytes]) -> None:
+    """Write a checkpoint, unless its folder is one that this process locked and that has been replaced."""
+
+    def check() -> None:
+        if store is not None:
+            store.check_lock()
+        check_locks_of(file.parent)
+
+    file = Path(path)
+    try:
+        file = _resolve_path(path)
+        if file != Path(path) and not exists(file.parent):
+            make_folder(file.parent)
+        with Folder.open(file.parent) as folder:
+            if (about := folder.status(file.name)) is not None:
+                folder.require_file(file.name, about, f"the checkpoint {file}")
+            remove_leftovers(folder, file.name)
+            files.write_in(folder, file.name, chunks, check)
+    except OSError as error:
+        if is_explained(error):
+            raise
+        became = "the checkpoint was not saved; the one before it, if any, is as it was"
+        if "in_place" in error.__dict__:
+            became = "the checkpoint is in its place, but may not outlive a power failure"
+        raise explained(error, file, became) from error
 
 
 def _read_file(file: Path, what: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return the JSON of a checkpoint and its tensors, mapped; raise DamagedError if they are not what was written."""
-    with files.map_file(file, what) as mapped:
-        check_header_length(mapped, what)
-    with report_damage(what), safe_open(file, framework="pt") as opened:
-        metadata = opened.metadata() or {}
-        tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    with explain_errors(file, "the checkpoint was not read"), Folder.open(file.parent) as folder:
+        metadata, tensors = read_tensors(file, what, folder)
     text = metadata.get("qlangevin", "")
-    if any(t.dtype not in DTYPES for t in tensors.values()) or metadata.get("sha256") != _hash_content(tensors, text):
+    if metadata.get("sha256") != _hash_content(tensors, text):
         raise DamagedError(f"{what} is damaged: its content is not what was written (SHA-256 differs)")
     about = files.parse_json(text, what)
     version = about.get("checkpoint") if isinstance(about, dict) else None
@@ -265,10 +317,10 @@ def _read_checkpoint(file: Path) -> Saved:
             layers=about["layers"],
             lowered=about["lowered"],
             classes=about["classes"],
-            states=unflatten(about["states"], tensors),
-            random=unflatten(about["random"], tensors),
             store=about["store"],
-            counters=unflatten(about["counters"], tensors),
+            **{name: unflatten(about[name], tensors) for name in ("states", "random", "counters")},
         )
     except (KeyError, TypeError, AttributeError) as error:
-        raise DamagedError(f"{what} is damaged: {error}") from None
+        raise DamagedError(f"{what} is damaged: {str(error)[:LONGEST]}") from None
+    except DamagedError as error:
+        raise error if what in str(error) else DamagedError(f"{what} is damaged: {error}") from None

@@ -1,6 +1,7 @@
 """Files that are written atomically, checksummed, and checked before anything in them is used.
 
-`write` puts a file beside its final path, syncs it, and renames it. Readers compare a file with the size and the SHA-256 noted
+`write` puts a file beside its final path, syncs it, and renames it. `write_in` and `open_file` do so in an open folder, in which
+symbolic links are refused (`folders`). Readers compare a file with the size and the SHA-256 noted
 when it was written, so that a lost sector is an error and not a sample. Tensors are stored as safetensors (`tensor_file`),
 everything else as JSON: nothing that is read is ever executed. In error messages, ``what`` names the file ("sample 3 of run").
 """
@@ -12,29 +13,32 @@ import json
 import math
 import mmap
 import os
-import re
 import stat
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
-from threading import get_ident
 from typing import Any, NamedTuple, TypeAlias
+
+from .errors import DamagedError, retry
+from .folders import Folder, close_quietly
+from .leftovers import temporary_name
 
 __all__ = [
     "Bytes",
     "DamagedError",
     "Digest",
+    "OpenFile",
     "map_file",
+    "open_file",
     "parse_json",
     "read",
-    "remove_leftovers",
+    "read_from",
     "sha256",
-    "sync_folder",
     "write",
     "write_hashed",
+    "write_in",
 ]
 
 JSON_LIMIT = 64_000_000  # bytes
@@ -42,10 +46,6 @@ RUN = 1 << 21  # bytes written before the disk is asked to start on them; a file
 CHUNKS_PER_CALL = 512  # for os.writev
 
 Bytes: TypeAlias = bytes | memoryview | mmap.mmap
-
-
-class DamagedError(ValueError):
-    """A file that is not what was written: cut short, changed, or never one of ours."""
 
 
 class Digest(NamedTuple):
@@ -60,26 +60,44 @@ class Digest(NamedTuple):
 
 def write(path: Path, chunks: Sequence[Bytes]) -> None:
     """Write a file, all of it or nothing; on return it is on the disk."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}-{get_ident()}.tmp")
+    with Folder.open(path.parent) as folder:
+        write_in(folder, path.name, chunks)
+
+
+def write_hashed(
+    folder: Folder, name: str, chunks: Sequence[Bytes], check: Callable[[], object] = lambda: None
+) -> Digest:
+    """Write a file like `write_in`; return its size and SHA-256, computed while the disk is busy if the file is large."""
+    get_sha256 = _start_hashing(chunks)
+    write_in(folder, name, chunks, check)
+    return Digest(sum(map(len, chunks)), get_sha256())
+
+
+def write_in(folder: Folder, name: str, chunks: Sequence[Bytes], check: Callable[[], object] = lambda: None) -> None:
+    """Write a file in a folder like `write`; ``check`` is called before the file appears under its name."""
+    temporary = temporary_name(name)
     try:
-        temporary.unlink(missing_ok=True)  # left by a killed process that had the same number
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666)
-        with open(descriptor, "wb", buffering=0):
-            _write_and_sync(descriptor, chunks)
-        os.replace(temporary, path)
-        sync_folder(path.parent)
+        folder.unlink(temporary)  # left by a killed process that had the same number
+        descriptor = folder.open_file(temporary, "a temporary file", os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        _write_sync_close(descriptor, chunks)
+        check()
+        folder.replace(temporary, name)
+        _sync_entry(folder)
     except BaseException as error:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):  # the next writer removes it
+            folder.unlink(temporary)
         if isinstance(error, OSError) and error.filename is None:
-            error.filename = str(path)
+            error.filename = str(folder.path / name)
         raise
 
 
-def write_hashed(path: Path, chunks: Sequence[Bytes]) -> Digest:
-    """Write a file like `write`; return its size and SHA-256, computed while the disk is busy if the file is large."""
-    get_sha256 = _start_hashing(chunks)
-    write(path, chunks)
-    return Digest(sum(map(len, chunks)), get_sha256())
+def _sync_entry(folder: Folder) -> None:
+    """Sync a folder in which a file has been put in its place; an error is marked ``in_place``."""
+    try:
+        folder.sync()
+    except OSError as error:
+        error.__dict__["in_place"] = True
+        raise
 
 
 def sha256(*chunks: Bytes) -> str:
@@ -110,13 +128,19 @@ def _hashing_threads(process: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(2, thread_name_prefix="qlangevin-hash")
 
 
-def _write_and_sync(descriptor: int, chunks: Sequence[Bytes]) -> None:
+def _write_sync_close(descriptor: int, chunks: Sequence[Bytes]) -> None:
     size = sum(map(len, chunks))
-    if size > RUN and hasattr(os, "posix_fallocate"):
-        os.posix_fallocate(descriptor, 0, size)  # fails now if the disk is full, and makes the rest faster
-    for run in _split_into_runs(chunks):
-        _write_run(descriptor, run)
-    os.fsync(descriptor)
+    try:
+        if size > RUN and hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(descriptor, 0, size)  # fails now if the disk is full, and makes the rest faster
+        for run in _split_into_runs(chunks):
+            _write_run(descriptor, run)
+        os.fsync(descriptor)
+    except BaseException:
+        close_quietly(descriptor)
+        raise
+    with suppress(InterruptedError):  # it is closed nevertheless, and on the disk
+        os.close(descriptor)
 
 
 def _split_into_runs(chunks: Sequence[Bytes]) -> Iterator[list[memoryview]]:
@@ -148,66 +172,87 @@ def _write_run(descriptor: int, run: Sequence[memoryview]) -> None:
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)  # Linux starts to write out what is not on the disk
 
 
-def sync_folder(folder: Path) -> None:
-    """Sync the entries of a folder, on systems where a folder can be opened; others do so by themselves."""
-    if os.name == "posix":
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
-
-def remove_leftovers(folder: Path, name: str = "*") -> None:
-    """Remove temporary files of that name whose writers are gone."""
-    for file in folder.glob(f".{name}.*.tmp"):
-        match = re.fullmatch(r"\..*\.(\d+)-(\d+)\.tmp", file.name)
-        if match and not _is_alive(int(match[1]), int(match[2])):
-            file.unlink(missing_ok=True)
-
-
-def _is_alive(process: int, thread: int) -> bool:
-    if process == os.getpid():  # or that of an earlier process: in containers the same numbers come back
-        return thread in sys._current_frames()
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        pass
-    return True
-
-
 # ---- reading
 
 
+class OpenFile(NamedTuple):
+    """An ordinary file that is open for reading."""
+
+    descriptor: int
+    size: int
+    path: Path
+
+
 @contextmanager
-def map_file(path: Path, what: str, size: int | None = None) -> Iterator[mmap.mmap]:
-    """Map a file into memory; raise DamagedError if it is no ordinary file or, where ``size`` is known, of another size."""
+def open_file(path: Path, what: str, folder: Folder | None = None) -> Iterator[OpenFile]:
+    """Open a file; raise DamagedError if it is no ordinary one.
+
+    In ``folder``, which is open, a link is refused; without one, ``path`` was given by the user and may be a link.
+    """
+    descriptor = _open_path(path, what) if folder is None else folder.open_file(path.name, what)
     try:
-        # Without waiting: opening a pipe in the place of a file would block until there is a writer.
-        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
-    except FileNotFoundError:
-        raise DamagedError(f"{what} is missing: there is no {path}") from None
-    try:
-        about = os.fstat(descriptor)
+        about = retry(os.fstat, descriptor)
         if not stat.S_ISREG(about.st_mode):
             raise DamagedError(f"{what} is damaged: {path} is not an ordinary file")
-        if about.st_size == 0 or (size is not None and about.st_size != size):
-            expected = f", {size} were written" if size is not None else ""
-            raise DamagedError(f"{what} is damaged: {path} has {about.st_size} bytes{expected}")
-        with mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ) as mapped:
-            yield mapped
+        yield OpenFile(descriptor, about.st_size, path)
     finally:
-        os.close(descriptor)
+        close_quietly(descriptor)
 
 
-def read(path: Path, what: str, limit: int = JSON_LIMIT) -> bytes:
-    """Return the bytes of a file; raise DamagedError if there are more than ``limit``."""
-    with map_file(path, what) as mapped:
-        if len(mapped) > limit:
-            raise DamagedError(f"{what} is damaged: {path} has {len(mapped)} bytes, more than any that was written")
-        return mapped[:]
+def _open_path(path: Path, what: str) -> int:
+    try:
+        # Without waiting: opening a pipe in the place of a file would block until there is a writer.
+        return os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    except FileNotFoundError:
+        raise DamagedError(f"{what} is missing: there is no {path}") from None
+
+
+def check_size(file: OpenFile, what: str, size: int | None = None) -> None:
+    """Raise DamagedError for a file that is empty or, where ``size`` is known, of another size."""
+    if file.size == 0 or (size is not None and file.size != size):
+        expected = f", {size} were written" if size is not None else ""
+        raise DamagedError(f"{what} is damaged: {file.path} has {file.size} bytes{expected}")
+
+
+@contextmanager
+def map_file(file: OpenFile | Path, what: str) -> Iterator[mmap.mmap]:
+    """Map a file into memory; raise DamagedError if it is empty or no ordinary file."""
+    if isinstance(file, Path):
+        with open_file(file, what) as opened, map_file(opened, what) as mapped:
+            yield mapped
+        return
+    check_size(file, what)
+    try:
+        mapped = retry(mmap.mmap, file.descriptor, file.size, access=mmap.ACCESS_READ)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(file.path)) from None
+    with mapped:
+        yield mapped
+
+
+def read_from(file: OpenFile, what: str, start: int, count: int) -> bytes:
+    """Return ``count`` bytes of a file; raise DamagedError if there are fewer."""
+    pieces: list[bytes] = []
+    os.lseek(file.descriptor, start, os.SEEK_SET)
+    while count:
+        try:
+            piece = os.read(file.descriptor, min(count, 1 << 24))
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(file.path)) from None
+        if not piece:
+            raise DamagedError(f"{what} is damaged: {file.path} became shorter while it was read")
+        pieces.append(piece)
+        count -= len(piece)
+    return b"".join(pieces)
+
+
+def read(path: Path, what: str, limit: int = JSON_LIMIT, folder: Folder | None = None) -> bytes:
+    """Return the bytes of a file, see `open_file`; raise DamagedError if there are more than ``limit``."""
+    with open_file(path, what, folder) as file:
+        check_size(file, what)
+        if file.size > limit:
+            raise DamagedError(f"{what} is damaged: {path} has {file.size} bytes, more than any that was written")
+        return read_from(file, what, 0, file.size)
 
 
 def parse_json(text: bytes | str, what: str) -> Any:

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from . import files, model_tensors
-from .files import DamagedError
+from .errors import DamagedError, explain_errors
+from .folders import Folder
 from .manifest import Manifest, Record
 from .tensor_file import map_tensors
 
@@ -140,20 +141,25 @@ class Samples(Sequence[Sample]):
     def _sample_file(self, index: int) -> Path:
         return self.path / FOLDER / f"{index:06d}.safetensors"
 
+    def _open_folder(self) -> Folder:
+        """Open the folder anew: it may have been replaced, and readers keep nothing open."""
+        return Folder.open(self.path)
+
     @staticmethod
-    def _read_manifest(path: Path) -> Manifest:
+    def _read_manifest(folder: Folder) -> Manifest:
         try:
-            return Manifest.from_json(files.read(path / MANIFEST, "the manifest"))
+            return Manifest.from_json(files.read(folder.path / MANIFEST, "the manifest", folder=folder))
         except DamagedError as error:
-            raise DamagedError(f"{path}: {error}") from None
+            raise DamagedError(f"{folder.path}: {error}") from None
 
     def _refresh(self) -> None:
         """Read the manifest again if it has changed."""
-        about = os.stat(self.path / MANIFEST)
-        stamp = (about.st_ino, about.st_mtime_ns, about.st_size)
-        if stamp != self._stamp:
-            self.manifest, self._stamp = self._read_manifest(self.path), stamp
-            self._forget_replaced()
+        with explain_errors(self.path, "the manifest of the store was not read"), self._open_folder() as folder:
+            about = folder.status(MANIFEST)
+            stamp = () if about is None else (about.st_ino, about.st_mtime_ns, about.st_size)
+            if stamp != self._stamp or about is None:
+                self.manifest, self._stamp = self._read_manifest(folder), stamp
+                self._forget_replaced()
 
     def _forget_replaced(self) -> None:
         """Forget that samples were verified whose files have been replaced."""
@@ -164,7 +170,13 @@ class Samples(Sequence[Sample]):
         what = f"sample {index} of {self.path}"
         specs, infos = self.manifest.stored_specs("parameter", "buffer"), self.manifest.select("parameter", "buffer")
         check_hash = self._verified.get(index) != record
-        stored = map_tensors(self._sample_file(index), specs, record.digest, what, check_hash)
+        file = self._sample_file(index)
+        with (
+            explain_errors(file, f"{what} was not read"),
+            self._open_folder() as folder,
+            folder.enter(FOLDER) as samples,
+        ):
+            stored = map_tensors(file, specs, record.digest, what, check_hash, samples)
         tensors = model_tensors.restore_tensors(stored, infos, what) | self._load_frozen()
         self._verified[index] = record
         return {name: tensors[name] for name in self.manifest.tensors}
@@ -174,6 +186,7 @@ class Samples(Sequence[Sample]):
             return {}
         if self._frozen is None:
             what, specs = f"{FROZEN} of {self.path}", self.manifest.stored_specs("frozen")
-            stored = map_tensors(self.path / FROZEN, specs, self.manifest.frozen.digest, what)
+            with explain_errors(self.path / FROZEN, f"{what} was not read"), self._open_folder() as folder:
+                stored = map_tensors(self.path / FROZEN, specs, self.manifest.frozen.digest, what, folder=folder)
             self._frozen = model_tensors.restore_tensors(stored, self.manifest.select("frozen"), what)
         return self._frozen

@@ -96,4 +96,6 @@ def set_random_state(state: Mapping[str, Any]) -> None:
         torch.cuda.set_rng_state_all(state["cuda"])
     random.setstate(state["python"])
     name, keys, *rest = state["numpy"]
+    if keys.dtype != torch.int64:
+        raise TypeError(f"the state of NumPy's generator must be of int64, got {keys.dtype}")
     np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))

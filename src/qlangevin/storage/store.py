@@ -8,9 +8,7 @@ gives the same bytes. `sample` describes the folder.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from threading import RLock
@@ -23,8 +21,11 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from .._validate import describe_differences
 from .._version import __version__
+from .._warnings import warn_once
 from . import files, model_tensors
-from .files import DamagedError
+from .cleaning import clean, holds_samples, refuse_links
+from .errors import DamagedError, explain_errors, explained, is_explained
+from .folders import Folder, exists, is_folder, make_folder
 from .locking import Lock
 from .manifest import Manifest, Record, count_steps, is_count, provenance
 from .sample import FOLDER, FROZEN, MANIFEST, Sample, Samples
@@ -43,6 +44,8 @@ class SampleStore(Samples):
         super().__init__(path, manifest)
         self._lock, self._threads = lock, RLock()
         self._sampler: Optimizer | None = None
+        self._uncertain = False  # whether the manifest on the disk may be another than the one here
+        self._warned: set[str] = set()
 
     # ---- creating and opening
 
@@ -68,36 +71,44 @@ class SampleStore(Samples):
         path, settings = Path(path), provenance(sampler, schedule, model_tensors.count_ranks(model))
         tensors = model_tensors.describe(model_tensors.named_tensors(model), sampler)
         new = Manifest(__version__, tensors, settings)
-        if path.exists() and not path.is_dir():
-            raise NotADirectoryError(f"{path} is a file; a store is a folder")
-        path.mkdir(parents=True, exist_ok=True)
-        lock = Lock(path)
-        try:
-            exists = (path / MANIFEST).exists()
-            if exists and not resume:
-                raise FileExistsError(
-                    f"{path} holds a store already; create(..., resume=True) continues it, open(..., write=True) adds to it"
+        with explain_errors(path, "the store was not created"):
+            if exists(path) and not is_folder(path):
+                raise NotADirectoryError(
+                    f"{path} is a file; a store is a folder: choose another name, or move the file away"
                 )
-            if not exists and any((path / FOLDER).glob("*.safetensors")):
-                raise FileExistsError(
-                    f"{path} holds samples, but no manifest that describes them; choose another folder"
-                )
-            store = cls._resume(path, new, lock) if exists else cls._start(path, new, model, lock)
-        except BaseException:
-            lock.release()
-            raise
+            make_folder(path)
+            lock = Lock(path)
+            try:
+                store = cls._create(path, new, model, lock, resume)
+            except BaseException:
+                lock.release()
+                raise
         store._sampler = sampler
         return store
 
     @classmethod
+    def _create(cls, path: Path, new: Manifest, model: nn.Module, lock: Lock, resume: bool) -> SampleStore:
+        """Create or resume the store of a folder that is locked."""
+        refuse_links(lock.folder)
+        if lock.folder.status(MANIFEST) is not None:
+            if resume:
+                return cls._resume(path, new, lock)
+            raise FileExistsError(
+                f"{path} holds a store already; create(..., resume=True) continues it, open(..., write=True) adds to it"
+            )
+        if holds_samples(lock.folder):
+            raise FileExistsError(f"{path} holds samples, but no manifest that describes them; choose another folder")
+        return cls._start(path, new, model, lock)
+
+    @classmethod
     def _start(cls, path: Path, manifest: Manifest, model: nn.Module, lock: Lock) -> SampleStore:
-        (path / FOLDER).mkdir(exist_ok=True)
-        files.remove_leftovers(path)
-        files.sync_folder(path.parent)
+        lock.folder.make(FOLDER)
+        clean(lock.folder, 0)
         if frozen := manifest.select("frozen"):
             stored = model_tensors.encode_tensors(model_tensors.named_tensors(model), frozen)
-            manifest = replace(manifest, frozen=Record(None, files.write_hashed(path / FROZEN, tensor_chunks(stored))))
-        files.write(path / MANIFEST, [manifest.to_json()])
+            digest = files.write_hashed(lock.folder, FROZEN, tensor_chunks(stored), lock.check)
+            manifest = replace(manifest, frozen=Record(None, digest))
+        files.write_in(lock.folder, MANIFEST, [manifest.to_json()], lock.check)
         return cls(path, manifest, lock)
 
     @classmethod
@@ -117,36 +128,32 @@ class SampleStore(Samples):
     def open(cls, path: str | os.PathLike[str], *, write: bool = False) -> SampleStore:
         """Open an existing store for reading; with ``write``, also for adding samples."""
         path = Path(path)
-        if not path.is_dir():
-            raise FileNotFoundError(f"there is no store in {path}: no such folder")
-        if not (path / MANIFEST).exists():
-            raise FileNotFoundError(f"there is no store in {path}: it has no {MANIFEST}")
-        if not write:
-            store = cls(path)
-            store._refresh()
-            return store
-        lock = Lock(path)
-        try:
-            return cls._open_writer(path, lock)
-        except BaseException:
-            lock.release()
-            raise
+        with explain_errors(path, "the store was not opened"):
+            if not is_folder(path):
+                raise FileNotFoundError(f"there is no store in {path}: no such folder")
+            if not exists(path / MANIFEST):
+                raise FileNotFoundError(f"there is no store in {path}: it has no {MANIFEST}")
+            if not write:
+                store = cls(path)
+                store._refresh()
+                return store
+            lock = Lock(path)
+            try:
+                return cls._open_writer(path, lock)
+            except BaseException:
+                lock.release()
+                raise
 
     @classmethod
     def _open_writer(cls, path: Path, lock: Lock) -> SampleStore:
-        store = cls(path, cls._read_manifest(path), lock)
-        (path / FOLDER).mkdir(exist_ok=True)
-        store._remove_unlisted()
+        store = cls(path, cls._read_manifest(lock.folder), lock)
+        lock.folder.make(FOLDER)
+        clean(lock.folder, len(store.manifest.samples))
         return store
 
-    def _remove_unlisted(self) -> None:
-        """Remove what a killed writer left behind: temporary files, and samples that the manifest does not list."""
-        files.remove_leftovers(self.path)
-        files.remove_leftovers(self.path / FOLDER)
-        for file in (self.path / FOLDER).iterdir():
-            match = re.fullmatch(r"(\d{6,})\.safetensors", file.name)
-            if match and int(match[1]) >= len(self.manifest.samples):
-                file.unlink()
+    def _open_folder(self) -> Folder:
+        """Return the folder that is locked, whatever its path names now; a reader opens it anew."""
+        return self._lock.folder.borrow() if self._lock is not None and self._lock.held else super()._open_folder()
 
     def close(self) -> None:
         """Release the folder for other writers. The store can still be read."""
@@ -171,7 +178,7 @@ class SampleStore(Samples):
             return self._append(model, step)
 
     def _append(self, model: nn.Module, step: int | None) -> Sample:
-        self.require_writable()
+        lock = self.require_writable()
         step, index = self._check_step(step), len(self.manifest.samples)
         tensors = model_tensors.named_tensors(model)
         model_tensors.check_fits(
@@ -179,16 +186,20 @@ class SampleStore(Samples):
         )
         self._check_frozen(tensors)
         chunks = tensor_chunks(model_tensors.encode_tensors(tensors, self.manifest.select("parameter", "buffer")))
+        self._warn_of_repetition(step)
         try:
-            record = Record(step, files.write_hashed(self._sample_file(index), chunks))
+            with lock.folder.enter(FOLDER) as samples:
+                record = Record(step, files.write_hashed(samples, self._sample_file(index).name, chunks, lock.check))
             self._write_manifest((*self.manifest.samples, record))
         except BaseException as error:
-            self._recover()
-            if not isinstance(error, OSError):
+            recovered = self._recover()
+            if not isinstance(error, OSError) or is_explained(error):
                 raise
             became = "was not stored" if len(self.manifest.samples) == index else "may not outlive a power failure"
-            message = f"{error.strerror}: sample {index} {became}; the {index} before it are safe"
-            raise OSError(error.errno, message, str(self.path)) from error
+            fate = f"{became}; the {index} before it are safe"
+            if not recovered:
+                fate = "may not have been stored, and the store could not be read again to check the others"
+            raise explained(error, self.path, f"sample {index} {fate}") from error
         self._verified[index] = record
         return self[index]
 
@@ -207,32 +218,72 @@ class SampleStore(Samples):
             )
         return step
 
-    def _recover(self) -> None:
-        """After an error, read the manifest on the disk, which may be the new one, and remove what it does not list."""
-        with suppress(OSError, DamagedError):
-            self.manifest = self._read_manifest(self.path)
-            self._remove_unlisted()
+    def _warn_of_repetition(self, step: int | None) -> None:
+        """Warn, once, of a second sample of one step."""
+        if step is not None and self.manifest.samples and self.manifest.samples[-1].step == step:
+            warn_once(
+                self._warned,
+                "step",
+                f"the store in {self.path} has a sample of step {step} already: the same weights count twice, unless something "
+                "else than the sampler changed them; append one sample after a step, when schedule.collect is true",
+                stacklevel=4,
+            )
+
+    def _recover(self) -> bool:
+        """After an error, read the manifest on the disk, which may be the new one, and remove what it does not list.
+
+        Returns False if that cannot be done, or if a sample listed is missing; then nothing is written until it can.
+        """
+        self._uncertain = True
+        try:
+            self._read_again()
+            with self._open_folder() as folder, folder.enter(FOLDER) as samples:
+                found = (samples.status(self._sample_file(i).name) for i in range(len(self.manifest.samples)))
+                sizes = [about.st_size if about is not None else None for about in found]
+        except (OSError, DamagedError):
+            return False
+        return sizes == [record.digest.size for record in self.manifest.samples]
+
+    def _read_again(self) -> None:
+        """Read the manifest on the disk and remove what it does not list."""
+        if self._lock is not None:
+            self._lock.check()  # what another writer is about to list is not ours to remove
+        with self._open_folder() as folder:
+            self.manifest = self._read_manifest(folder)
+            self._forget_replaced()
+            clean(folder, len(self.manifest.samples))
+        self._uncertain = False
 
     def truncate(self, count: int) -> None:
         """Remove all but the first samples. `load_checkpoint` does so: the run draws what came after the checkpoint again."""
-        self.require_writable()
+        lock = self.require_writable()
         if not 0 <= count <= len(self.manifest.samples):
             raise ValueError(
                 f"count must be between 0 and {len(self.manifest.samples)}, the samples there are, got {count}"
             )
-        with self._threads:
+        with self._threads, explain_errors(self.path, f"the samples after the first {count} may not have been removed"):
             if count < len(self.manifest.samples):
-                self._write_manifest(self.manifest.samples[:count])
-                self._remove_unlisted()
+                try:
+                    self._write_manifest(self.manifest.samples[:count])
+                    clean(lock.folder, count)
+                except BaseException:
+                    self._recover()
+                    raise
 
     def _write_manifest(self, samples: tuple[Record, ...]) -> None:
-        manifest = self.manifest.with_samples(samples)
-        files.write(self.path / MANIFEST, [manifest.to_json()])
+        lock, manifest = self.require_writable(), self.manifest.with_samples(samples)
+        text = manifest.to_json()
+        if len(text) > files.JSON_LIMIT:
+            raise ValueError(
+                f"the manifest of {self.path} would have {len(text)} bytes, more than the {files.JSON_LIMIT} that can be read: "
+                "create another store for further samples"
+            )
+        files.write_in(lock.folder, MANIFEST, [text], lock.check)
         self.manifest = manifest
         self._forget_replaced()
 
-    def require_writable(self) -> None:
-        """Raise PermissionError unless this process may write."""
+    def require_writable(self) -> Lock:
+        """Return the lock; raise PermissionError unless this process may write, and OSError if the folder was replaced."""
         if self._lock is None:
             raise PermissionError(
                 f"the store in {self.path} is closed, or open for reading; SampleStore.open(..., write=True) to write"
@@ -241,6 +292,16 @@ class SampleStore(Samples):
             raise PermissionError(
                 f"the store in {self.path} was opened by the process this one was forked from, and is that one's to write"
             )
+        with explain_errors(self.path, "the store cannot be written to"):
+            self._lock.check()
+            if self._uncertain:
+                self._read_again()
+        return self._lock
+
+    def check_lock(self) -> None:
+        """Raise OSError if this is a writer whose folder was moved or replaced."""
+        if self._lock is not None and self._lock.held:
+            self._lock.check()
 
     def _refresh(self) -> None:
         if self._lock is None or not self._lock.held:  # a writer knows what it has added

@@ -14,6 +14,7 @@ import pytest
 
 from qlangevin.experiments.data import fetch, load_dataset
 from qlangevin.experiments.data.fetch import LAYOUTS, File, Layout, cache_folder
+from qlangevin.storage.leftovers import host_id
 from tests.helpers.official import mnist
 
 NAMES = (
@@ -145,11 +146,15 @@ def test_a_download_that_was_interrupted_is_completed(served: Path, cache: Path)
     load_dataset("mnist")
     before = (cache / "mnist" / NAMES[0]).stat()
     (cache / "mnist" / NAMES[2]).unlink()
-    abandoned = cache / "mnist" / f".{NAMES[2]}.999999999-1.tmp"  # of a process that was killed
-    abandoned.write_bytes(b"half")
+    killed, elsewhere = (  # both of a process that is not there, one of them on another host that shares the folder
+        cache / "mnist" / f".{NAMES[2]}.{host}-999999999-1-1.tmp" for host in (host_id(), "01234567")
+    )
+    for left in (killed, elsewhere):
+        left.write_bytes(b"half")
     load_dataset("mnist")
     assert (cache / "mnist" / NAMES[2]).exists()
-    assert not abandoned.exists()
+    assert not killed.exists()
+    assert elsewhere.exists()
     assert (cache / "mnist" / NAMES[0]).stat().st_mtime_ns == before.st_mtime_ns
 
 

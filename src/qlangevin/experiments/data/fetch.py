@@ -9,10 +9,10 @@ import urllib.request
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from threading import get_ident
 
 from ..._progress import progress_bar
-from ...storage.files import remove_leftovers
+from ...storage.folders import Folder
+from ...storage.leftovers import remove_leftovers, temporary_name
 
 __all__ = ["LAYOUTS", "File", "Layout", "cache_folder", "find_files"]
 
@@ -160,10 +160,11 @@ def find_files(name: str, data_dir: Path | str | None = None, progress: bool = T
 def download(file: File, folder: Path, progress: bool = True) -> Path:
     """Download a file and check its SHA-256; it appears under its name only when it is complete."""
     target = folder / file.url.rpartition("/")[2]
-    temporary = target.with_name(f".{target.name}.{os.getpid()}-{get_ident()}.tmp")
+    temporary = target.with_name(temporary_name(target.name))
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        remove_leftovers(folder, target.name)
+        with Folder.open(folder) as opened:
+            remove_leftovers(opened, target.name)
         size, digest = _copy(file, temporary, progress)
         if (size, digest) != (file.size, file.sha256):
             raise ValueError(

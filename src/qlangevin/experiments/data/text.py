@@ -20,7 +20,9 @@ from torch import Tensor
 
 from ..._progress import progress_bar
 from ..._warnings import warn
-from ...storage.files import DamagedError, map_file, remove_leftovers, sha256, write
+from ...storage.files import DamagedError, map_file, sha256, write
+from ...storage.folders import Folder
+from ...storage.leftovers import remove_leftovers
 from ...storage.tensor_file import report_damage, tensor_chunks
 from .fetch import cache_folder
 from .readers import interleave, read_archive
@@ -186,7 +188,8 @@ def _save_cache(path: Path, train: Reviews, test: Reviews) -> None:
     tensors = dict(zip(NAMES, (*train, *test), strict=True))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        remove_leftovers(path.parent)
+        with Folder.open(path.parent) as folder:
+            remove_leftovers(folder)
         write(path, tensor_chunks(tensors, {"sha256": _digest(tensors)}))
     except OSError as error:
         warn(f"the words of IMDB could not be cached in {path}: {error}")
