@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import _signal  # type: ignore[import-not-found]  # `signal` wraps it, and takes ten times as long
 import signal
-import threading
 from types import FrameType
 
 __all__ = ["Uninterrupted"]
+
+SIGINT = int(signal.SIGINT)
 
 
 class Uninterrupted:
@@ -20,15 +21,17 @@ class Uninterrupted:
     __slots__ = ("defers", "pressed")
 
     def __enter__(self) -> None:
-        self.pressed = False
-        is_main = threading.current_thread() is threading.main_thread()
-        self.defers = is_main and _signal.getsignal(signal.SIGINT) is signal.default_int_handler
-        if self.defers:
-            _signal.signal(signal.SIGINT, self._note)
+        self.defers = self.pressed = False
+        if _signal.getsignal(SIGINT) is signal.default_int_handler:
+            try:
+                _signal.signal(SIGINT, self._note)
+            except ValueError:  # only the main thread may
+                return
+            self.defers = True
 
     def __exit__(self, *_: object) -> None:
         if self.defers:
-            _signal.signal(signal.SIGINT, signal.default_int_handler)
+            _signal.signal(SIGINT, signal.default_int_handler)
             if self.pressed:
                 raise KeyboardInterrupt
 

@@ -64,6 +64,8 @@ class Watch:
 
     def conclude(self) -> None:
         """Warn if the drift over all parameters is far larger than the weights, and forget the sums."""
+        if not self._drift and not self._weights:  # most steps: nothing was looked at
+            return
         drift, noise, weights = (math.sqrt(x) for x in (self._drift, self._noise, self._weights))
         self._drift = self._noise = self._weights = 0.0
         if drift > MOST_DRIFT * weights and drift > LEAST_DRIFT * noise:
