@@ -219,9 +219,8 @@ class SGLD(Optimizer):
     def _step_parameters(self, gradients: dict[Tensor, Tensor], group: dict[str, Any], settings: StepSettings) -> None:
         """Step parameters of one group."""
         most, states, tensors = group.get("max_grad_norm"), [self._state_of(p, settings) for p in gradients], []
-        for (
-            state
-        ) in states:  # before any weight moves: a step that fails leaves random bits unused, and uses none twice
+        # Counted before any weight moves: a step that fails leaves random bits unused, and uses none twice.
+        for state in states:
             state["step"] += 1
         for (p, gradient), state in zip(gradients.items(), states, strict=True):
             key = _key_of(p, settings, state["index"], state["step"])
