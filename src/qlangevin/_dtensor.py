@@ -8,7 +8,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 
-__all__ = ["check_shard", "first_anywhere", "local", "shard_of"]
+__all__ = ["check_shard", "first_anywhere", "local", "shard_of", "sum_over_shards"]
 
 
 def local(t: Tensor) -> Tensor:
@@ -35,6 +35,17 @@ def first_anywhere(index: int, tensors: Sequence[Tensor]) -> int:
     for dim in range(mesh.ndim):
         torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MIN, group=mesh.get_group(dim))
     return int(found) if int(found) < len(tensors) else -1
+
+
+def sum_over_shards(number: Tensor, t: Tensor) -> Tensor:
+    """Return the sum of a number over the processes that hold the different shards of a tensor."""
+    if local(t) is t:
+        return number
+    mesh, total = cast(Any, t).device_mesh, number.to(cast(Any, t).device_mesh.device_type)
+    for dim, placement in enumerate(cast(Any, t).placements):
+        if not placement.is_replicate():
+            torch.distributed.all_reduce(total, group=mesh.get_group(dim))
+    return total
 
 
 class Cuttable(Protocol):

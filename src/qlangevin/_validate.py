@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["check_choice", "check_fraction", "check_integer", "check_number", "describe_differences"]
+__all__ = ["check_choice", "check_flag", "check_fraction", "check_integer", "check_number", "describe_differences"]
 
 
 def check_integer(name: str, value: Any, least: int, most: int | None = None) -> int:
@@ -30,6 +30,13 @@ def check_number(name: str, value: Any, most: float = sys.float_info.max) -> flo
 def check_fraction(name: str, value: Any) -> float:
     """Return a number between 0 and 1 as a float; raise ValueError for anything else."""
     return check_number(name, value, most=1)
+
+
+def check_flag(name: str, value: Any) -> bool:
+    """Return True or False, also NumPy's, as a bool; raise ValueError for anything else: to Python "no" is true."""
+    if not isinstance(value, bool) and type(value).__name__ not in ("bool", "bool_"):
+        raise ValueError(f"{name} must be True or False, got {value!r}")
+    return bool(value)
 
 
 def check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:

@@ -148,6 +148,19 @@ def test_stepping_in_backward_gives_the_same_chain(found: Results, expected: dic
 
 
 @pytest.mark.distributed
+def test_gradients_are_clipped_by_the_norm_over_all_shards(found: Results) -> None:
+    model = ql.pack(network(), "fixed8.5")
+    sampler = ql.SGLD(model.parameters(), **SETTINGS | scenes.CLIPPED)
+    for step in range(STEPS):
+        sampler.zero_grad()
+        (sum(loss_of(model, step, rank) for rank in range(SIZE)) / SIZE).backward()  # type: ignore[union-attr]
+    for name, p in model.named_parameters():
+        parts = [result["accumulators"][name] for result in found(scenes.clipped)]
+        whole = torch.cat(parts) if parts[0].shape != p.shape else parts[0]
+        torch.testing.assert_close(whole, sampler.state[p]["accumulator"], rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.distributed
 def test_floats_on_the_grid_give_the_same_chain(found: Results, expected: dict[str, Tensor]) -> None:
     assert same(found(scenes.floats_on_grid)[0]["codes"], expected)
     assert [result["shape"] for result in found(scenes.floats_on_grid)] == [(17, 20), (16, 20)]

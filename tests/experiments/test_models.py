@@ -60,6 +60,7 @@ def test_it_trains_lowered_and_packed(name: str, format: str) -> None:
     for _ in range(20):
         loss = nn.functional.cross_entropy(model(x), labels)
         loss.backward()
+        sampler.step()
         losses.append(loss.item())
     assert all(isinstance(p, ql.QTensor) and p.grad is None for p in model.parameters())
     assert sampler.saturated() == 0

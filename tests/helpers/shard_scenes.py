@@ -140,6 +140,19 @@ def fixed_point(ranks: Ranks, folder: str) -> Found:
     return {"codes": all_codes(model), "shapes": shapes}
 
 
+CLIPPED: dict[str, Any] = {
+    "rounding": "nearest", "temperature": 0, "gradients": None, "accumulator": "fp32", "step_in_backward": True,
+    "max_grad_norm": 0.01,
+}  # fmt: skip
+
+
+def clipped(ranks: Ranks, folder: str) -> Found:
+    """Gradients clipped to a norm that is that of all shards."""
+    model = shard(ql.pack(network(), "fixed8.5"))
+    sampler = run_chain(model, ranks.rank, **CLIPPED)
+    return {"accumulators": {name: sampler.state[p]["accumulator"] for name, p in model.named_parameters()}}
+
+
 def replicas(ranks: Ranks, folder: str) -> Found:
     """Two processes that both hold the only shard."""
     from torch.distributed.device_mesh import init_device_mesh

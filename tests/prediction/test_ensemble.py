@@ -151,6 +151,53 @@ def test_models_that_cannot_are_run_singly_without_a_word(
     assert capfd.readouterr() == ("", "")
 
 
+class OutOfMemory(nn.Linear):
+    """Runs out of memory for more than two examples, if these come with many samples at once."""
+
+    error: Exception = MemoryError()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        if len(x) > 2 and torch._C._functorch.is_batchedtensor(y):
+            raise self.error
+        return y
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+    ],
+    ids=lambda e: type(e).__name__,
+)
+def test_memory_that_does_not_suffice_is_said_once_and_smaller_inputs_are_still_run_at_once(
+    error: Exception, fill: Fill
+) -> None:
+    model = OutOfMemory(4, 3)
+    model.error = error
+    posterior = open_posterior(fill(model), model)
+    few, many = torch.ones(2, 4), torch.ones(3, 4)
+    with pytest.warns(ql.QLangevinWarning, match=r"memory did not suffice .* inputs of 12 numbers") as caught:
+        found = posterior.predict(many)
+    assert len(caught) == 1
+    assert caught[0].filename == __file__
+    torch.testing.assert_close(found[:2], posterior.predict(few))
+    assert is_vectorized(posterior, few)
+    assert not is_vectorized(posterior, many)  # and not a second word
+    with pytest.raises(type(error)):
+        open_posterior(fill(model, name="forced"), model, vectorize=True).predict(many)
+
+
+def test_inputs_that_do_not_fit_the_model_do_not_turn_vectorizing_off(fill: Fill) -> None:
+    model = nn.Linear(4, 3)
+    posterior = open_posterior(fill(model), model)
+    with pytest.raises(RuntimeError):
+        posterior.predict(torch.ones(2, 5))
+    assert is_vectorized(posterior, torch.ones(2, 4))
+
+
 def test_a_random_forward_is_run_singly(fill: Fill) -> None:
     model, x = RandomInForward(4, 3), torch.ones(2, 4)
     store = fill(model)

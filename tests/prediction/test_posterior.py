@@ -226,7 +226,7 @@ def test_the_average_of_each_link(store: ql.SampleStore, vectorize: bool) -> Non
 def test_pixels_are_classified_one_by_one(tmp_path: Path) -> None:
     model = nn.Conv2d(2, 3, 3, padding=1)
     x = torch.randn(4, 2, 5, 6, generator=torch.Generator().manual_seed(0))
-    posterior = Posterior.open(store_draws(tmp_path / "run", model=model), model)
+    posterior = Posterior.open(store_draws(tmp_path / "run", model=model), model, class_dim=1)
     u = posterior.uncertainty(x)
     assert u.mean.shape == (4, 3, 5, 6)
     assert u.total.shape == u.epistemic.shape == (4, 5, 6)

@@ -26,7 +26,7 @@ def outputs(link: Link, shape: tuple[int, ...], samples: int = 7, seed: int = 0)
 
 
 def averaged(p: Tensor, link: Link, sizes: list[int], noise: float = 0.0) -> Uncertainty:
-    average = Average(link, noise)
+    average = Average(link, noise, class_dim=1)
     for some in p.split(sizes):
         average.add(some)
     assert average.count == len(p)
@@ -53,15 +53,17 @@ def expected(p: Tensor, link: Link, noise: float) -> tuple[Any, Any, Any]:
 
 def test_softmax_is_along_the_classes_and_sigmoid_of_each() -> None:
     y = outputs("softmax", (2, 3, 5, 4))
-    assert torch.equal(apply_link(y, "softmax"), torch.stack([one.softmax(1) for one in y]))
+    assert torch.equal(apply_link(y, "softmax", 1), torch.stack([one.softmax(1) for one in y]))
     assert torch.equal(apply_link(y, "sigmoid"), y.sigmoid())
     assert apply_link(y, "identity") is y
 
 
 @pytest.mark.parametrize("shape", [(5,), (5, 1), (5, 1, 8, 8), ()])
 def test_softmax_of_fewer_than_two_classes_is_refused(shape: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match=r"two classes or more, got .*link='sigmoid', for regression link='identity'"):
-        apply_link(torch.zeros(3, *shape), "softmax")
+    with pytest.raises(
+        ValueError, match=r"two classes or more.*, got .*link='sigmoid', for regression link='identity'"
+    ):
+        apply_link(torch.zeros(3, *shape), "softmax", 1 if len(shape) > 2 else None)
 
 
 # ---- uncertainty
@@ -99,7 +101,7 @@ def test_regression_adds_the_noise_of_the_data() -> None:
 
 @pytest.mark.parametrize(("link", "shape"), CASES)
 def test_uncertainty_is_as_defined(link: Link, shape: tuple[int, ...]) -> None:
-    p = apply_link(outputs(link, shape), link)
+    p = apply_link(outputs(link, shape), link, 1)
     noise = 0.3 if link == "identity" else 0.0
     u = averaged(p, link, [1] * 7, noise)
     mean, total, aleatoric = expected(p, link, noise)
@@ -117,7 +119,7 @@ def test_uncertainty_is_as_defined(link: Link, shape: tuple[int, ...]) -> None:
 )
 def test_any_split_into_groups_gives_the_same(case: tuple[Link, tuple[int, ...]], sizes: list[int], seed: int) -> None:
     link, shape = case
-    p = apply_link(outputs(link, shape, sum(sizes), seed), link)
+    p = apply_link(outputs(link, shape, sum(sizes), seed), link, 1)
     whole, split = averaged(p, link, [len(p)]), averaged(p, link, sizes)
     for a, b in zip(whole, split, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
@@ -128,7 +130,7 @@ def test_epistemic_uncertainty_is_not_negative(
     case: tuple[Link, tuple[int, ...]], samples: int, seed: int, single: bool
 ) -> None:
     link, shape = case
-    p = apply_link(outputs(link, shape, samples, seed).float(), link)
+    p = apply_link(outputs(link, shape, samples, seed).float(), link, 1)
     u = averaged(p, link, [1] * samples if single else [samples])
     assert bool((u.epistemic >= 0).all())
     assert bool((u.aleatoric >= 0).all())
@@ -138,7 +140,7 @@ def test_epistemic_uncertainty_is_not_negative(
 @pytest.mark.parametrize(("link", "shape"), CASES)
 @pytest.mark.parametrize("sizes", [[9], [1] * 9, [4, 5]])
 def test_identical_samples_have_no_epistemic_uncertainty(link: Link, shape: tuple[int, ...], sizes: list[int]) -> None:
-    p = apply_link(outputs(link, shape, 1).float(), link).expand(9, *shape)
+    p = apply_link(outputs(link, shape, 1).float(), link, 1).expand(9, *shape)
     u = averaged(p, link, sizes, 0.1 if link == "identity" else 0.0)
     scale = float(p.square().max()) if link == "identity" else 1.0
     assert float(u.epistemic.abs().max()) <= 1e-6 * scale

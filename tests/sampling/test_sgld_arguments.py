@@ -19,6 +19,10 @@ from tests.helpers.sgld import backward, problem, values
         ({"lr": float("nan")}, ValueError, "lr must be"),
         ({"num_data": 0}, ValueError, "num_data must be .* got 0"),
         ({"num_data": -5}, ValueError, "got -5"),
+        ({"num_data": True}, ValueError, "num_data must be .* a positive integer, got True"),
+        ({"num_data": 2.5}, ValueError, "num_data must be .* a positive integer, got 2.5"),
+        ({"maximize": "no"}, ValueError, "maximize must be True or False, got 'no'"),
+        ({"maximize": 1}, ValueError, "maximize must be True or False, got 1"),
         ({"temperature": -1.0}, ValueError, "temperature must be"),
         ({"weight_decay": -1.0}, ValueError, "weight_decay must be"),
         ({"weights": "int8"}, ValueError, "unknown format 'int8'"),
@@ -49,6 +53,30 @@ def test_a_format_the_parameter_cannot_hold_is_refused_before_anything_is_change
         SGLD([bad], lr=0.1, num_data=10, weights="fp32")
     with pytest.raises(TypeError, match="real floating-point"):
         SGLD([nn.Parameter(torch.ones(2, dtype=torch.complex64))], lr=0.1, num_data=10)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("accumulator", [None, "fp32"])
+def test_weights_that_are_not_finite_are_refused_before_anything_is_changed(
+    bad: float, accumulator: str | None
+) -> None:
+    good, odd = nn.Parameter(torch.full((2,), 0.3)), nn.Parameter(torch.tensor([0.3, bad, 0.1]))
+    with pytest.raises(ValueError, match=r"parameter 'odd' holds an infinity or a NaN; a chain must begin at finite w"):
+        SGLD([("good", good), ("odd", odd)], lr=0.1, num_data=10, weights="bfp8", accumulator=accumulator)
+    assert torch.equal(good, torch.full((2,), 0.3))
+    sampler = SGLD([good], lr=0.1, num_data=10)
+    with pytest.raises(ValueError, match=r"parameter 0 of group 1 \(shape \(3,\)\) holds an infinity or a NaN"):
+        sampler.add_param_group({"params": [odd]})
+    assert len(sampler.param_groups) == 1
+
+
+def test_true_is_not_one_even_after_one_was_accepted() -> None:
+    SGLD([nn.Parameter(torch.zeros(1))], lr=1.0, num_data=1)
+    with pytest.raises(ValueError, match="num_data must be"):
+        SGLD([nn.Parameter(torch.zeros(1))], lr=1.0, num_data=True)
+    with pytest.raises(ValueError, match="lr must be"):
+        SGLD([nn.Parameter(torch.zeros(1))], lr=True, num_data=1)
+    SGLD([nn.Parameter(torch.zeros(1))], lr=1.0, num_data=6e4, maximize=np.True_)  # type: ignore[arg-type]
 
 
 def test_numpys_numbers_are_numbers() -> None:

@@ -28,7 +28,7 @@ from .. import native
 from ..quantization import operators, random
 from ..quantization.codes import decode_values, empty_codes, encode_op
 from ..quantization.formats import FP32, Format, parse
-from ..sampling.checks import first_not_finite
+from ..sampling.gradients import first_not_finite
 from ..sampling.step import parameter_key
 from .ranks import report_missing_rank
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+from hashlib import blake2b
 from typing import Any, ClassVar, cast
 
 import torch
@@ -16,6 +18,7 @@ from .inplace_cpu import QuantizationSpec
 from .operator import lower_op
 from .patches import Patch
 from .saved_tensors import SavingForward
+from .shared_bits import SharedBits
 
 __all__ = ["ExtraRepr", "Handler", "HandlerForward", "find_handler"]
 
@@ -23,7 +26,7 @@ __all__ = ["ExtraRepr", "Handler", "HandlerForward", "find_handler"]
 class Handler:
     """Lowers one module: a forward hook that returns Q_A of its outputs, whose errors Q_E rounds.
 
-    Random bits are a function of the seed, the stream, the layer's index and how often the layer has run in training.
+    Random bits are a function of the seed, the stream, the layer's name and how often the layer has run in training.
     A subclass says what is special about a kind of module.
     """
 
@@ -36,16 +39,24 @@ class Handler:
     quantizes_in_forward: ClassVar[bool] = False
     """`forward` returns quantized outputs, so that the hook has nothing left to do."""
 
-    def __init__(self, activations: str | None, errors: str | None, rounding: str, chain: Key, index: int) -> None:
+    def __init__(self, activations: str | None, errors: str | None, rounding: str, chain: Key, name: str) -> None:
         self.activations, self.errors, self.rounding = activations, errors, rounding
-        self.chain, self.index, self.seed = chain, index, chain.seed
+        self.chain, self.name, self.seed = chain, name, chain.seed
         self.set_replica(0)
         self.count = torch.zeros((), dtype=torch.int64)
 
     def set_replica(self, replica: int) -> None:
         """Draw the random bits of one of several copies of the model; copy 0 has those of a model without copies."""
-        stream = self.chain.fold(self.index)
+        stream = self.chain.fold(_stream_index(self.name))
         self.stream = (stream.fold(replica) if replica else stream).stream
+        self.bits = SharedBits.claim(self.seed, self.stream, self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "bits"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.bits = SharedBits.claim(self.seed, self.stream, self)
 
     def settings(self) -> str:
         """Return all settings but the replica as text."""
@@ -63,9 +74,11 @@ class Handler:
             HandlerForward(module).install()
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
-        if self.quantizes_in_forward and isinstance(_instance_forward(module), HandlerForward):
-            return output
-        return self.quantize_outputs(module, args, output)
+        if not (self.quantizes_in_forward and isinstance(_instance_forward(module), HandlerForward)):
+            output = self.quantize_outputs(module, args, output)
+        if self.bits.are_shared and module.training and self.rounding != "nearest":
+            self.bits.watch(self, self.name, output)
+        return output
 
     def forward(self, module: Any, *args: Any, **kwargs: Any) -> Any:
         """Compute what the module's own forward does."""
@@ -119,6 +132,13 @@ class Handler:
         forward = _instance_forward(module)
         ours = forward is None or isinstance(forward, HandlerForward)
         return ours and not global_forward_hooks and next(iter(module._forward_hooks.values())) is self
+
+
+@cache
+def _stream_index(name: str) -> int:
+    """Return 56 bits that stand for a name; the first is 1, as it is not in the index of a parameter."""
+    name = name.replace("_orig_mod.", "")  # compiled models have the bits of others
+    return int.from_bytes(blake2b(name.encode(), digest_size=7).digest(), "big") | 1 << 55
 
 
 def find_handler(module: nn.Module) -> Handler | None:

@@ -4,8 +4,8 @@
     backward   e_(l-1) = Q_E((∂f_l / ∂a_(l-1))ᵀ e_l)
 
 A layer l is a module; `lower` puts a hook on it that rounds its output, and the error that comes back to that output. Where
-several layers use one output, the sum of their errors is rounded. Random bits are a function of the seed, the layer and how
-often it has run in training; in evaluation everything is rounded to nearest, and no run is counted.
+several layers use one output, the sum of their errors is rounded. Random bits are a function of the seed, the layer's name and
+how often it has run in training; in evaluation everything is rounded to nearest, and no run is counted.
 """
 
 from __future__ import annotations
@@ -62,8 +62,6 @@ LAYERS: tuple[type[nn.Module], ...] = (
     *[*_modules_of(pooling), *_modules_of(dropout), nn.Upsample, Quantize],
 )
 
-_FIRST_STREAM = 1 << 40  # of layers; the streams of parameters are counted from 0
-
 
 def lower(
     model: M,
@@ -85,16 +83,18 @@ def lower(
             first dim, that is examples (the paper's small block); that of ``"bfp8/tensor"`` is all of a tensor.
         layers, skip: which layers, by type, name pattern or predicate of name and module.
         rounding: in training, ``"stochastic"`` or ``"nearest"``.
-        seed: of the random bits; use different ones for parts that are lowered separately.
-        stream: distinguishes chains that share a seed.
+        seed: of the random bits, which follow from it, from ``stream`` and from the name that a layer has in ``model``. So
+            several calls may lower different ``layers`` of one model.
+        stream: distinguishes chains that share a seed, and parts of a network that are lowered as models of their own: two
+            layers with the same seed, stream and name would draw the same bits, and their common backward raises.
         save_codes: keep tensors on the grid of the activations as codes for backward, which changes no number.
     """
     check_choice("rounding", rounding, ("nearest", "stochastic"))
     names = tuple(None if f is None or parse(f) == FP32 else str(parse(f)) for f in (activations, errors))
     chosen = select_modules(model, layers, skip)
     _check_can_be_lowered(chosen)
-    for i, module in enumerate(chosen.values()):
-        handler_for(module)(names[0], names[1], rounding, Key(seed, stream), _FIRST_STREAM + i).install(module)
+    for name, module in chosen.items():
+        handler_for(module)(names[0], names[1], rounding, Key(seed, stream), name).install(module)
     calibrate_refcounts()
     if save_codes and names[0] is not None and not isinstance(model.__dict__.get("forward"), SavingForward):
         SavingForward(model, parse(names[0])).install()

@@ -192,8 +192,9 @@ def predictions(posterior: Sampled, x: Any) -> Tensor:
 def log_likelihood(posterior: Sampled, x: Any, labels: Tensor, *, noise: float | None = None) -> Tensor:
     """Return log p(y|x, θ) of each example under each sample, [chain, draw, example], float64 on the CPU.
 
-    Predictions are probabilities and labels as in `metrics.evaluate`; an example with several labels or pixels has the sum of
-    their log likelihoods. If the posterior's link is the identity, predictions are means of labels of the same shape, and
+    Predictions are probabilities and labels as in `metrics.evaluate`, classes along the posterior's ``class_dim``; an example
+    with several labels or pixels has the sum of their log likelihoods. If the posterior's link is the identity,
+    predictions are means of labels of the same shape, and
 
         log p(y|x, θ) = -(y - f(x))²/2σ² - log(2πσ²)/2
 
@@ -205,9 +206,11 @@ def log_likelihood(posterior: Sampled, x: Any, labels: Tensor, *, noise: float |
         raise ValueError(f"noise must be a variance, positive and finite, got {noise!r}")
     f, y = predictions(posterior, x).cpu(), labels.cpu()
     if noise is None:
-        for sample in f.flatten(0, 1):
+        class_dim = getattr(posterior, "class_dim", None) or 1
+        samples = [probabilities.move_classes(sample, y, class_dim) for sample in f.flatten(0, 1)]
+        for sample in samples:
             check_probabilities(sample, y)
-        each = torch.stack([probabilities.log_likelihood(sample, y) for sample in f.flatten(0, 1)])
+        each = torch.stack([probabilities.log_likelihood(sample, y) for sample in samples])
     elif f.shape[2:] == y.shape:
         each = -(y.double() - f.double()).square() / (2 * noise) - math.log(2 * math.pi * noise) / 2
     else:

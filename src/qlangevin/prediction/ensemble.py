@@ -7,6 +7,7 @@ longer than computing them; the limits below were measured. Both give the same n
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from threading import RLock
@@ -19,6 +20,7 @@ from torch.func import functional_call, vmap
 from torch.nn.utils.rnn import PackedSequence
 
 from .. import lowering
+from .._warnings import warn_once
 from ..storage.model_tensors import named_tensors, unwrap
 
 __all__ = ["Ensemble", "estimate_batch_norm", "evaluation_mode", "list_tensors", "split_inputs"]
@@ -45,7 +47,9 @@ class Ensemble:
         self.convolves = any(issubclass(kind, nn.modules.conv._ConvNd) for kind in kinds)
         self.slots = WeightSlots(self.model)
         self.vectorize = vectorize
-        self.vmap_failed = False
+        self.vmap_failed = False  # it cannot transform the model
+        self.vmap_limit = math.inf  # input elements with which it ran out of memory
+        self.given: set[str] = set()  # warnings
         self.kept_stack: Tensors | None = None  # if it holds all samples
 
     def outputs(self, inputs: Sequence[Any]) -> Iterator[tuple[int, Tensor]]:
@@ -54,12 +58,13 @@ class Ensemble:
             vectorized = self._evaluate_vectorized({i: x for i, x in enumerate(inputs) if self._pays_to_vectorize(x)})
             for i, found in vectorized.items():
                 yield from ((i, y) for y in found)
-            singly = [i for i in range(len(inputs)) if i not in vectorized]
+            singly, failed = [i for i in range(len(inputs)) if i not in vectorized], self._failure
             for s in range(self.count if singly else 0):
                 tensors = self.decode(s)
                 for i in singly:
                     yield i, self._call_model(tensors, inputs[i]).unsqueeze(0)
                 del tensors  # before the next is decoded
+            self.vmap_failed |= failed  # else what failed was not vmap: one after the other fails, too
 
     def _pays_to_vectorize(self, x: Any) -> bool:
         """Return True if these inputs are to be evaluated with many samples at a time."""
@@ -68,26 +73,42 @@ class Ensemble:
         first = next(iter(list_tensors(x)), None)
         if self.count < 2 or self.recurrent or self.vmap_failed or first is None or self.weights > MAX_STACK // 2:
             return False
+        if _count_elements(x) >= self.vmap_limit:
+            return False
         work = self.weights * (first.shape[0] if first.dim() else 1)
         return work <= MAX_WORK and not (self.convolves and first.numel() > MAX_CONVOLVED)
 
     def _evaluate_vectorized(self, inputs: dict[int, Any]) -> dict[int, list[Tensor]]:
-        """Return the outputs for these inputs, or none if vmap cannot transform the model.
+        """Return the outputs for these inputs, or none if vmap cannot transform the model, or memory does not suffice.
 
         It cannot if control flow depends on a weight, or an operation has no batched form.
         """
+        self._failure = False
         found: dict[int, list[Tensor]] = {i: [] for i in inputs}
         with allow_vmap_fallback(self.vectorize is not None):
             try:
                 for stack in self._stack_weights() if inputs else ():
                     for i, x in inputs.items():
                         found[i] += self._call_stacked(stack, x)
-            except Exception:
+            except Exception as error:
                 if self.vectorize:
                     raise
-                self.vmap_failed, self.kept_stack = True, None
+                self.kept_stack, self._failure = None, not _is_out_of_memory(error)
+                if not self._failure:
+                    self._limit_vmap(max(map(_count_elements, inputs.values())))
                 return {}
         return found
+
+    def _limit_vmap(self, elements: int) -> None:
+        """Vectorize only smaller inputs from here on."""
+        self.vmap_limit = elements
+        warn_once(
+            self.given,
+            "memory",
+            f"memory did not suffice to evaluate many samples at once for inputs of {elements} numbers: these are evaluated one "
+            "sample after the other, and so are larger ones; vectorize=False always does so",
+            stacklevel=6,
+        )
 
     def _stack_weights(self) -> Iterator[Tensors]:
         """Yield the stacked weights of as many samples at a time as `MAX_STACK` allows; keep them if that is all samples."""
@@ -104,7 +125,7 @@ class Ensemble:
 
     def _call_stacked(self, stack: Tensors, x: Any) -> Iterator[Tensor]:
         samples = len(next(iter(stack.values())))
-        elements = sum(t.numel() for t in list_tensors(x))
+        elements = _count_elements(x)
         size = max(1, MAX_STACKED_INPUT // max(elements, 1))
         for start in range(0, samples, size):
             some = {name: t[start : start + size] for name, t in stack.items()}
@@ -182,6 +203,16 @@ def split_inputs(x: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 def list_tensors(x: Any) -> list[Tensor]:
     args, kwargs = split_inputs(x)
     return [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
+
+
+def _count_elements(x: Any) -> int:
+    return sum(t.numel() for t in list_tensors(x))
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """Return True for errors of allocation; that of torch on the CPU is a RuntimeError."""
+    words = ("out of memory", "not enough memory", "can't allocate memory", "alloc_failed", "bad_alloc")
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or any(w in str(error).lower() for w in words)
 
 
 @contextmanager

@@ -44,7 +44,9 @@ class Scored(Protocol):
         """Mutual information of label and weights, H[E p] - E H[p]."""
 
 
-def evaluate(predictions: Predictions, labels: Tensor | None = None, *, bins: int = 10) -> dict[str, float]:
+def evaluate(
+    predictions: Predictions, labels: Tensor | None = None, *, bins: int = 10, class_dim: int = 1
+) -> dict[str, float]:
     """Score probabilities: a tensor and its labels, or batches of both, such as `Posterior.predict_loader` yields.
 
         error   share of wrong decisions: argmax_c p_c ≠ y, or for binary labels (p > 1/2) ≠ y
@@ -53,21 +55,24 @@ def evaluate(predictions: Predictions, labels: Tensor | None = None, *, bins: in
         ece     expected calibration error over ``bins`` bins, see `Reliability`; the confidence is max_c p_c or max(p, 1 - p)
         count   number of decisions
 
-    Batches are read once; only sums are kept. The figures are of the predictions of this process; `Scores` adds up over
+    Classes are along dim ``class_dim`` of the probabilities: -1 for (example, ..., class). Batches are read once; only sums are
+    kept. The figures are of the predictions of this process; `Scores` adds up over
     processes.
     """
-    return _update_scores(predictions, labels, bins).compute()
+    return _update_scores(predictions, labels, bins, class_dim).compute()
 
 
-def reliability(predictions: Predictions, labels: Tensor | None = None, *, bins: int = 10) -> Reliability:
+def reliability(
+    predictions: Predictions, labels: Tensor | None = None, *, bins: int = 10, class_dim: int = 1
+) -> Reliability:
     """Return mean confidence and accuracy in each bin of confidence; arguments as those of `evaluate`."""
-    return _update_scores(predictions, labels, bins).reliability()
+    return _update_scores(predictions, labels, bins, class_dim).reliability()
 
 
-def _update_scores(predictions: Predictions, labels: Tensor | None, bins: int) -> Scores:
+def _update_scores(predictions: Predictions, labels: Tensor | None, bins: int, class_dim: int) -> Scores:
     from .scores import Scores
 
-    scores = Scores(bins, sync_on_compute=False)
+    scores = Scores(bins, class_dim, sync_on_compute=False)
     for probabilities, truth in _batches(predictions, labels):
         scores.update(probabilities, truth)
     if not scores.update_called:

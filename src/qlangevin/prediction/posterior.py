@@ -22,6 +22,7 @@ from ..storage import model_tensors
 from ..storage.sample import Sample, Samples, chain_folders
 from ..storage.store import SampleStore
 from .ensemble import Ensemble, estimate_batch_norm, list_tensors, split_inputs
+from .not_finite import report_not_finite
 from .predictive import Average, Link, Uncertainty, apply_link
 
 __all__ = ["Posterior"]
@@ -45,13 +46,16 @@ class Posterior:
         noise: float,
         batch_norm: Iterable[Any] | None,
         vectorize: bool | None,
+        class_dim: int | None = None,
         statistics: dict[Sample, dict[str, Tensor]] | None = None,
+        given: set[str] | None = None,
     ) -> None:
         self.model, self._chains = model_tensors.unwrap(model), [list(samples) for samples in chains]
         self.members = [sample for samples in self._chains for sample in samples]  # chain after chain
-        self.link, self.noise, self.batch_norm = link, noise, batch_norm
+        self.link, self.noise, self.batch_norm, self.class_dim = link, noise, batch_norm, class_dim
         self._vectorize = vectorize
         self._statistics = {} if statistics is None else statistics  # of batch normalization, estimated for each sample
+        self._given = set[str]() if given is None else given  # warnings; slices and chains share it
         self._ensemble = Ensemble(self.model, len(self), self._decode_sample, vectorize)
 
     @classmethod
@@ -64,6 +68,7 @@ class Posterior:
         noise: float = 0.0,
         batch_norm: Literal["stored"] | Iterable[Any] = "stored",
         vectorize: bool | None = None,
+        class_dim: int | None = None,
     ) -> Posterior:
         """Open a posterior over the samples that are there now.
 
@@ -71,12 +76,14 @@ class Posterior:
             stores: a store, its folder or some of its samples (``store[10::2]``); or several of these, one for each chain. A
                 folder with ``chain-0/``, ``chain-1/`` and so on holds as many chains.
             model: the model that was sampled, on the device to compute on; its own weights are neither used nor changed.
-            link: turns outputs into predictions: ``"softmax"`` along dim 1 (classification), ``"sigmoid"``
-                (binary, multilabel) or ``"identity"`` (regression).
+            link: turns outputs into predictions: ``"softmax"`` (classification), ``"sigmoid"`` (binary, multilabel) or
+                ``"identity"`` (regression).
             noise: for regression, the variance of the data around the mean.
             batch_norm: ``"stored"`` uses the statistics stored with each sample; with a loader, they are estimated from its
                 data for each sample.
             vectorize: evaluate many samples at once; None decides by the size of the model and of the inputs.
+            class_dim: the dim of the outputs that has the classes: 1 if they are (example, class, ...), -1 if they are
+                (example, ..., class). None is dim 1 of outputs (example, class); outputs of more dims are then refused.
         """
         if not isinstance(model, nn.Module):
             raise TypeError(f"model must be a module, got {type(model).__name__}: Posterior.open(stores, model)")
@@ -85,6 +92,7 @@ class Posterior:
             raise ValueError(
                 f"noise must be a variance, and goes with link='identity', got {noise!r} with link={link!r}"
             )
+        _check_class_dim(class_dim, link)
         if batch_norm != "stored" and (isinstance(batch_norm, str) or not isinstance(batch_norm, Iterable)):
             raise ValueError(f"batch_norm must be 'stored' or a loader, got {batch_norm!r}")
         chains = [_list_samples(source) for source in _list_sources(stores)]
@@ -94,7 +102,7 @@ class Posterior:
         for store in {sample.store for samples in chains for sample in samples}:
             model_tensors.check_fits(found, store.manifest.tensors, f"the store in {store.path}")
         loader = None if isinstance(batch_norm, str) else batch_norm
-        return cls(model, chains, link, noise, loader, vectorize)
+        return cls(model, chains, link, noise, loader, vectorize, class_dim)
 
     def __len__(self) -> int:
         return len(self.members)
@@ -118,15 +126,16 @@ class Posterior:
             raise ValueError(
                 f"no sample would be left of a chain; there are {', '.join(map(str, map(len, self._chains)))}"
             )
-        about = (self.link, self.noise, self.batch_norm, self._vectorize, self._statistics)
-        return Posterior(self.model, chains, *about)
+        about = (self.link, self.noise, self.batch_norm, self._vectorize, self.class_dim)
+        return Posterior(self.model, chains, *about, self._statistics, self._given)
 
     # ---- predictions
 
     def predict(self, x: Any) -> Tensor:
         """Return the average prediction for a batch: probabilities, or means of regression.
 
-        ``x`` is the input of the model: a tensor, a tuple of arguments, or a dict of named ones.
+        ``x`` is the input of the model: a tensor, a tuple of arguments, or a dict of named ones. A sample that predicts numbers
+        that are not finite raises FloatingPointError, which names it; if the inputs are not finite, that is a warning.
         """
         return self._average([x], spread=False)[0].mean
 
@@ -136,7 +145,10 @@ class Posterior:
 
     def samples(self, x: Any) -> Tensor:
         """Return the prediction of each sample, (sample, example, ...)."""
-        return torch.cat([apply_link(y, self.link) for _, y in self._ensemble.outputs([self._move_inputs(x)])])
+        x = self._move_inputs(x)
+        found = torch.cat([*self._predictions(x)])
+        self._check_finite(found, x, [found])
+        return found
 
     def predict_loader(self, loader: Iterable[Any], progress: bool = True) -> Iterator[Any]:
         """Yield the average prediction for each batch of a loader; `qlangevin.metrics.evaluate` takes them.
@@ -164,11 +176,25 @@ class Posterior:
                 yield from zip(averages, (labels for _, labels in several), strict=True)
 
     def _average(self, inputs: list[Any], spread: bool, advance: Any = lambda label, steps: None) -> list[Average]:
-        averages = [Average(self.link, self.noise, spread) for _ in inputs]
-        for i, y in self._ensemble.outputs([self._move_inputs(x) for x in inputs]):
-            averages[i].add(apply_link(y, self.link))
+        averages = [Average(self.link, self.noise, spread, self.class_dim) for _ in inputs]
+        inputs = [self._move_inputs(x) for x in inputs]
+        for i, y in self._ensemble.outputs(inputs):
+            averages[i].add(apply_link(y, self.link, self.class_dim))
             advance(f"averaging {len(self)} samples", len(y))
+        for x, average in zip(inputs, averages, strict=True):
+            self._check_finite(average.mean, x, self._predictions(x))
         return averages
+
+    def _predictions(self, x: Any) -> Iterator[Tensor]:
+        """Yield the predictions of some samples at a time."""
+        for _, y in self._ensemble.outputs([x]):
+            yield apply_link(y, self.link, self.class_dim)
+
+    def _check_finite(self, found: Tensor, x: Any, predictions: Iterable[Tensor]) -> None:
+        """Find out who is to blame if what was found is not finite, for which each sample may be evaluated again."""
+        if not bool(found.isfinite().all()):
+            with torch.no_grad():
+                report_not_finite(predictions, self.members, list_tensors(x), self._given)
 
     # ---- weights
 
@@ -213,6 +239,15 @@ def _list_sources(stores: Source | Iterable[Source]) -> list[Source]:
     return [
         chain for one in several for chain in (chain_folders(one) if isinstance(one, (str, os.PathLike)) else [one])
     ]
+
+
+def _check_class_dim(class_dim: Any, link: Link) -> None:
+    is_dim = isinstance(class_dim, numbers.Integral) and not isinstance(class_dim, bool) and class_dim != 0
+    if class_dim is not None and not (is_dim and link == "softmax"):
+        raise ValueError(
+            f"class_dim must be a dim of the outputs other than 0, which has the examples, and goes with link='softmax', got "
+            f"{class_dim!r} with link={link!r}"
+        )
 
 
 def _list_samples(source: Source) -> list[Sample]:

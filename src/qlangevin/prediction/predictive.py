@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-__all__ = ["Average", "Link", "Uncertainty", "apply_link"]
+__all__ = ["Average", "Link", "Uncertainty", "apply_link", "find_class_dim"]
 
 Link: TypeAlias = Literal["softmax", "sigmoid", "identity"]
 
@@ -35,19 +35,31 @@ class Uncertainty(NamedTuple):
     epistemic: Tensor
 
 
-def apply_link(output: Tensor, link: Link) -> Tensor:
-    """Return predictions of several samples from outputs (sample, example, ...); classes are along the next dim."""
+def find_class_dim(shape: tuple[int, ...], class_dim: int | None) -> int:
+    """Return the dim of outputs (example, ...) that has the classes; None is dim 1 of two, and is refused for more."""
+    if class_dim is None and len(shape) > 2:
+        raise ValueError(
+            f"outputs of shape {shape} do not say which dim has the classes: give Posterior.open class_dim=1 if they are "
+            "(example, class, ...), as torch's cross_entropy takes them, or class_dim=-1 if they are (example, ..., class)"
+        )
+    dim = 1 if class_dim is None else class_dim + (len(shape) if class_dim < 0 else 0)
+    if not 1 <= dim < len(shape) or shape[dim] < 2:
+        along = "" if class_dim is None else f" along dim {class_dim}"
+        raise ValueError(
+            f"link='softmax' needs outputs (example, class, ...) with two classes or more{along}, got {shape}; "
+            "for yes or no take link='sigmoid', for regression link='identity'"
+        )
+    return dim
+
+
+def apply_link(output: Tensor, link: Link, class_dim: int | None = None) -> Tensor:
+    """Return predictions of several samples from outputs (sample, example, ...); see `find_class_dim`."""
     output = output.to(
         torch.promote_types(output.dtype, torch.float32)
     )  # sums over samples need more than half precision
     if link != "softmax":
         return output.sigmoid() if link == "sigmoid" else output
-    if output.dim() < 3 or output.shape[2] < 2:
-        raise ValueError(
-            f"link='softmax' needs outputs (example, class, ...) with two classes or more, got {tuple(output.shape[1:])}; "
-            "for yes or no take link='sigmoid', for regression link='identity'"
-        )
-    return output.softmax(2)
+    return output.softmax(1 + find_class_dim(tuple(output.shape[1:]), class_dim))
 
 
 def entropy(p: Tensor, link: Link, dim: int) -> Tensor:
@@ -59,8 +71,8 @@ def entropy(p: Tensor, link: Link, dim: int) -> Tensor:
 class Average:
     """A running average of predictions, and of their spread if ``spread``; it keeps sums, not samples."""
 
-    def __init__(self, link: Link, noise: float = 0.0, spread: bool = True) -> None:
-        self.link, self.noise, self.wants_spread, self.count = link, noise, spread, 0
+    def __init__(self, link: Link, noise: float = 0.0, spread: bool = True, class_dim: int | None = None) -> None:
+        self.link, self.noise, self.wants_spread, self.class_dim, self.count = link, noise, spread, class_dim, 0
         self.mean: Tensor = torch.zeros(())
         self.spread: Tensor = torch.zeros(())  # Σ H(p_s), or Σ (p_s - mean)²
 
@@ -71,7 +83,7 @@ class Average:
         if self.wants_spread and self.link == "identity":  # the parallel form of Welford's sum of squares
             self.spread = self.spread + (p - mean).square().sum(0) + shift.square() * (self.count * weight)
         elif self.wants_spread:
-            self.spread = self.spread + entropy(p, self.link, 2).sum(0)
+            self.spread = self.spread + entropy(p, self.link, 1 + self._find_dim(p[0])).sum(0)
         self.mean = self.mean + shift * weight
         self.count += len(p)
 
@@ -80,6 +92,10 @@ class Average:
         if self.link == "identity":
             noise = torch.full_like(spread, self.noise)
             return Uncertainty(self.mean, spread + noise, noise, spread)
-        total = entropy(self.mean, self.link, 1)
+        total = entropy(self.mean, self.link, self._find_dim(self.mean))
         aleatoric = torch.minimum(spread, total)  # Jensen: it is at most the total; rounding may differ
         return Uncertainty(self.mean, total, aleatoric, total - aleatoric)
+
+    def _find_dim(self, p: Tensor) -> int:
+        """Return the dim of the classes; without softmax there is none, and none is summed over."""
+        return find_class_dim(tuple(p.shape), self.class_dim) if self.link == "softmax" else 0

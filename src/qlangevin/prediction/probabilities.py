@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Reliability", "check_probabilities", "log_likelihood", "wide_dtype", "widen"]
+__all__ = ["Reliability", "check_probabilities", "log_likelihood", "move_classes", "wide_dtype", "widen"]
 
 TINY = torch.finfo(torch.float32).tiny  # a p that underflowed counts as this, and its log is -87.3
 
@@ -41,6 +41,17 @@ class Reliability:
         return float((self.accuracy - self.confidence).abs().max())
 
 
+def move_classes(probabilities: Tensor, labels: Tensor, class_dim: int) -> Tensor:
+    """Return multiclass probabilities with their classes along dim 1; binary ones, of the labels' shape, as they are."""
+    if not (isinstance(probabilities, Tensor) and isinstance(labels, Tensor)) or probabilities.shape == labels.shape:
+        return probabilities  # `check_probabilities` says what is wrong
+    if class_dim == 1 or probabilities.ndim < 2:
+        return probabilities
+    if not -probabilities.ndim < class_dim < probabilities.ndim or class_dim == 0:
+        raise ValueError(f"class_dim must be a dim of {tuple(probabilities.shape)} other than 0, got {class_dim}")
+    return probabilities.movedim(class_dim, 1)
+
+
 def check_probabilities(probabilities: Tensor, labels: Tensor) -> None:
     """Raise TypeError or ValueError unless these are probabilities and their labels, as the top of this file has them."""
     for name, value in (("probabilities", probabilities), ("labels", labels)):
@@ -51,6 +62,8 @@ def check_probabilities(probabilities: Tensor, labels: Tensor) -> None:
     binary, shape = probabilities.shape == labels.shape, tuple(probabilities.shape)
     if labels.ndim == 0 or not (binary or shape[:1] + shape[2:] == labels.shape):
         wanted = "they must be (N, C, ...) and (N, ...), or equal for binary labels"
+        if labels.ndim and shape[:-1] == labels.shape:
+            wanted += "; if the last dim has the classes, class_dim=-1 says so"
         raise ValueError(f"shapes do not fit: probabilities {shape} and labels {tuple(labels.shape)}; {wanted}")
     if not binary and shape[1] < 2:
         raise ValueError(f"probabilities {shape} have {shape[1]} class; for binary labels give both the same shape")

@@ -1,4 +1,4 @@
-"""Checks of parameters and gradients before a step, so that a refused step has changed nothing."""
+"""Checks of parameters before a step, so that a refused step has changed nothing."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from .. import native
-from .._dtensor import check_shard, local
+from .._dtensor import check_shard, first_anywhere, local
 from ..quantization import operators
 from ..quantization.formats import FP8_E4M3, FP32, check_holds, parse
-from ..quantization.qtensor import QTensor
+from ..quantization.qtensor import QTensor, decoded
+from .gradients import first_not_finite
 from .replacing import check_not_replaced
 from .step import StepSettings
 
-__all__ = ["check_parameter", "first_not_finite"]
+__all__ = ["check_parameter", "first_not_a_number"]
 
 
 def check_parameter(p: Tensor, settings: StepSettings) -> None:
@@ -41,14 +41,8 @@ def _check_dtype(dtype: torch.dtype, weights: str | None, accumulator: str | Non
         check_holds(operators.working_dtype(dtype), parse(accumulator))
 
 
-def first_not_finite(tensors: list[Tensor]) -> int:
-    """Return the index of the first tensor that holds an infinity or a NaN, or -1."""
-    fast = [
-        i for i, t in enumerate(tensors) if t.dtype == torch.float32 and t.is_contiguous() and native.enabled_for(t)
-    ]
-    found = native.first_not_finite([tensors[i] for i in fast]) if fast else -1
-    bad = [fast[found]] if found >= 0 else []
-    if len(fast) < len(tensors):
-        slow = sorted(set(range(len(tensors))) - set(fast))
-        bad += [i for i in slow if not bool(tensors[i].isfinite().all())][:1]
-    return min(bad, default=-1)
+def first_not_a_number(params: list[Tensor]) -> int:
+    """Return the index of the first parameter that holds an infinity or a NaN, or -1."""
+    parts = (local(p) for p in params)
+    bad = [i for i, part in enumerate(parts) if not part.is_meta and first_not_finite([decoded(part.detach())]) >= 0]
+    return first_anywhere(min(bad, default=-1), params)

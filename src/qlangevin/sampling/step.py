@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from .. import native
-from .._validate import check_choice, check_number
+from .._validate import check_choice, check_flag, check_number
 from ..native import TensorStep
 from ..quantization import operators, random
 from ..quantization.formats import BF16, FLOAT32_MAX, FP16, FP32, parse
@@ -57,11 +57,11 @@ class StepSettings:
     stream: int = 0
 
     def __post_init__(self) -> None:
-        if not (isinstance(self.num_data, numbers.Real) and 0 < self.num_data < math.inf):
-            raise ValueError(
-                f"num_data must be the number of training examples, a positive number, got {self.num_data!r}"
-            )
-        self._set("num_data", float(self.num_data))  # plain numbers, also of NumPy's
+        count = self.num_data
+        is_number = isinstance(count, numbers.Real) and not isinstance(count, bool) and 0 < count < math.inf
+        if not (is_number and float(count).is_integer()):
+            raise ValueError(f"num_data must be the number of training examples, a positive integer, got {count!r}")
+        self._set("num_data", float(count))  # plain numbers, also of NumPy's
         for name in ("lr", "temperature", "weight_decay"):
             self._set(name, check_number(name, getattr(self, name), FLOAT32_MAX))
         if not self.variance < FLOAT32_MAX:
@@ -73,7 +73,7 @@ class StepSettings:
                 self._set(name, str(parse(getattr(self, name))))
         check_choice("rounding", self.rounding, ("nearest", "stochastic", "corrected"))
         check_choice("algorithm", self.algorithm, ("exact", "paper"))
-        self._set("maximize", bool(self.maximize))
+        self._set("maximize", check_flag("maximize", self.maximize))
         key = Key(self.seed, self.stream)
         self._set("seed", key.seed)
         self._set("stream", key.stream)
@@ -117,7 +117,7 @@ FIELDS = tuple(StepSettings.__dataclass_fields__)
 _DTYPE_FORMATS = {torch.float32: str(FP32), torch.bfloat16: str(BF16), torch.float16: str(FP16)}
 
 
-@lru_cache(maxsize=64)  # a sampler that steps in backward asks for each parameter
+@lru_cache(maxsize=64, typed=True)  # a sampler that steps in backward asks for each parameter; typed: True is not 1
 def _validate_once(*values: Any) -> StepSettings:
     return StepSettings(*values)
 

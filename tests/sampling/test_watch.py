@@ -1,0 +1,95 @@
+"""Warnings about chains that go wrong without an error: saturated weights, and drifts larger than the weights."""
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from qlangevin import SGLD, QLangevinWarning, pack
+from qlangevin.sampling.watch import is_look
+
+SATURATED = (
+    r"288 of 288 weights of parameter '0.weight' are at an end of the range of fixed8.6, -2 to 1.98438, .* smaller lr"
+)
+TORN = r"a step moves the weights by .* times their norm: .* Is the loss a sum over the batch\?"
+
+
+def digits() -> tuple[Any, Tensor, Tensor]:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(36, 8), nn.ReLU(), nn.Linear(8, 3)), torch.rand(100, 36), torch.arange(100) % 3
+
+
+def train(sampler: SGLD, model: nn.Module, x: Tensor, y: Tensor, steps: int, reduction: str = "mean") -> None:
+    for _ in range(steps):
+        sampler.zero_grad()
+        nn.functional.cross_entropy(model(x), y, reduction=reduction).backward()
+        sampler.step()
+
+
+def test_looks_are_rare() -> None:
+    assert [step for step in range(1, 100) if is_look(step)] == [1, 2, 4, 8, 16, 32, 64]
+    assert sum(map(is_look, range(1, 100_001))) < 120
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_saturated_weights_are_said_once(packed: bool, in_backward: bool) -> None:
+    model, *_ = digits()
+    if packed:
+        pack(model, "fixed8.6")
+    weights = None if packed else "fixed8.6"
+    sampler = SGLD(model.named_parameters(), lr=1e4, num_data=100, weights=weights, step_in_backward=in_backward)
+    gradients = {p: torch.randn(p.shape) for p in model[0].parameters()}
+    found: list[warnings.WarningMessage] = []
+    for _ in range(5):
+        sampler.zero_grad()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            sum((p * g).sum() for p, g in gradients.items()).backward()
+            sampler.step()
+        found += [w for w in caught if "at an end" in str(w.message)]
+    assert sampler.saturated() >= 288
+    (warning,) = found
+    assert warning.category is QLangevinWarning
+    assert in_backward or warning.filename == __file__
+
+
+def test_the_warning_names_parameter_share_format_and_remedy() -> None:
+    model, *_ = digits()
+    sampler = SGLD(model.named_parameters(), lr=0.1, num_data=100, weights="fixed8.6")
+    with torch.no_grad():
+        model[0].weight.fill_(-2.0)
+    model[0].weight.grad = torch.ones_like(model[0].weight)
+    before = model[0].weight.clone()
+    with pytest.raises(QLangevinWarning, match=SATURATED):
+        sampler.step()
+    assert torch.equal(model[0].weight, before)  # turned into an error, it comes before the step
+
+
+@pytest.mark.parametrize("weights", ["fixed16.8", "bfp8", None])
+@pytest.mark.parametrize("in_backward", [False, True])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_loss_summed_over_the_batch_is_noticed(weights: str | None, in_backward: bool, temperature: float) -> None:
+    def start() -> tuple[SGLD, Any, Tensor, Tensor]:
+        model, x, y = digits()
+        settings: dict[str, Any] = {"weights": weights, "step_in_backward": in_backward, "temperature": temperature}
+        return SGLD(model.named_parameters(), lr=0.5, num_data=10**5, **settings), model, x, y
+
+    train(*start(), steps=20)  # the mean is fine
+    with pytest.warns(QLangevinWarning, match=TORN) as caught:
+        train(*start(), steps=8, reduction="sum")
+    assert sum("moves the weights" in str(w.message) for w in caught) == 1
+
+
+@pytest.mark.parametrize(
+    "settings", [{"rounding": "nearest"}, {"temperature": 0.0, "rounding": "nearest"}, {}], ids=str
+)
+def test_weights_that_begin_at_zero_are_no_reason_to_warn(settings: dict[str, Any]) -> None:
+    _, x, y = digits()
+    for format in ("fixed8.3", "bfp8", None):
+        model = nn.Linear(36, 3)
+        nn.init.zeros_(model.weight)
+        nn.init.zeros_(model.bias)
+        train(SGLD(model.parameters(), 0.1, 100, weights=format, **settings), model, x, y, 20)
