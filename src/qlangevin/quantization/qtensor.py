@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
 
 from . import operators
+from .code_memory import check_codes, check_view
 from .codes import decode_values, encode_exactly, encode_op, pack_codes, unpack_codes
-from .formats import FORMATS, Format, parse
+from .formats import FORMATS, Format, check_format, check_holds, parse
 from .operators import Rounding
 from .random import Key
 
@@ -44,6 +46,10 @@ class QTensor(torch.Tensor):
         cls, codes: Tensor, exponents: Tensor | None, format: Format, shape: torch.Size, dtype: torch.dtype,
         view: tuple[Sequence[int], Sequence[int], Any] | None = None,
     ) -> QTensor:  # fmt: skip
+        check_codes(codes, exponents, format, torch.Size(shape), may_be_freed=True)
+        _check_dtype(dtype, format)
+        if view is not None and type(codes) is Tensor:
+            check_view(view, torch.Size(shape))
         size, strides, offset = view or (shape, contiguous_strides(shape), 0)
         with torch.inference_mode(False):  # so that views of it can be taken inside and outside of that mode
             self: QTensor = torch.Tensor._make_wrapper_subclass(
@@ -102,6 +108,7 @@ class QTensor(torch.Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         view = (tuple(self.shape), self.stride(), self.storage_offset()) if self.is_view else None
+        self.check()
         about = (self.codes, self.exponents, self.format, tuple(self.base_shape), self.dtype, view)
         return _rebuild, (*about, self.requires_grad, isinstance(self, nn.Parameter))
 
@@ -111,16 +118,18 @@ class QTensor(torch.Tensor):
     def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError("a QTensor has no memory others could read; decode() it first")
 
+    def check(self) -> None:
+        """Raise ValueError if codes or exponents are not what format and shape need, RuntimeError if they were freed."""
+        check_codes(self.codes, self.exponents, self.format, self.base_shape)
+
     def unpacked(self) -> Tensor:
-        """Return the codes, one an element, in `base_shape`."""
+        """Return the codes, one an element, in `base_shape`. Raise if their memory has changed since they were given."""
+        self.check()
         return unpack_codes(self.codes, self.base_shape, self.format)
 
     def decode_base(self) -> Tensor:
         """Return all numbers that the codes stand for, in `base_shape`; no gradients pass."""
-        codes = self.unpacked()
-        if type(codes) is Tensor and codes.data_ptr() == 0 and codes.numel() > codes.untyped_storage().nbytes():
-            raise RuntimeError("the codes of these weights were freed: a sharded layer has them only while it computes")
-        values = decode_values(codes, self.exponents, self.format)
+        values = decode_values(self.unpacked(), self.exponents, self.format)
         return values if self.dtype == torch.float32 else values.to(self.dtype)
 
     def decode_detached(self) -> Tensor:
@@ -137,6 +146,7 @@ class QTensor(torch.Tensor):
 
     def overwrite(self, values: Tensor) -> None:
         """Replace all numbers of `base_shape` by others, rounded to nearest."""
+        self.check()
         new = encode(values, self.format)
         self.codes.copy_(new.codes)
         if self.exponents is not None and new.exponents is not None:
@@ -201,10 +211,26 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _rebuild(*parts: Any) -> Tensor:
-    """Return the tensor that `QTensor.__reduce_ex__` took apart."""
-    codes, exponents, format, base_shape, dtype, view, requires_grad, is_parameter = parts
-    q = QTensor(codes, exponents, format, torch.Size(base_shape), dtype, view)
+    """Return the tensor that `QTensor.__reduce_ex__` took apart; raise ValueError if a file holds anything else."""
+    try:
+        codes, exponents, format, base_shape, dtype, view, requires_grad, is_parameter = parts
+        format, shape = check_format(format), torch.Size(base_shape)
+        if not (isinstance(dtype, torch.dtype) and type(requires_grad) is bool and type(is_parameter) is bool):
+            raise ValueError(f"dtype and two flags are expected, got {dtype!r}, {requires_grad!r}, {is_parameter!r}")
+        if not (view is None or (type(view) is tuple and len(view) == 3)):
+            raise ValueError(f"a view must be size, strides and offset, got {view!r}")
+        check_codes(codes, exponents, format, shape)
+        q = QTensor(codes, exponents, format, shape, dtype, view)
+    except (AttributeError, RuntimeError, TypeError, ValueError) as error:
+        raise ValueError(f"a stored QTensor is damaged: {error}") from error
+    if type(codes) is Tensor and not codes.is_meta and not format.are_codes(q.unpacked(), exponents):
+        raise ValueError(f"a stored QTensor is damaged: some of its codes stand for no number of {format}")
     return nn.Parameter(q, requires_grad) if is_parameter else q.requires_grad_(requires_grad)
+
+
+@lru_cache(maxsize=1024)
+def _check_dtype(dtype: torch.dtype, format: Format) -> None:
+    check_holds(dtype, format)
 
 
 torch.serialization.add_safe_globals([_rebuild, *FORMATS])  # torch.load may take these for data

@@ -89,6 +89,8 @@ def _copy(q: QTensor, source: Tensor, non_blocking: bool = False) -> Any:
         return NotImplemented
     if source.format != q.format or source.base_shape != q.base_shape:
         return NotImplemented
+    q.check()
+    source.check()  # or one exponent, say, would be copied to all rows
     q.codes.copy_(source.codes, non_blocking)
     if q.exponents is not None:
         q.exponents.copy_(cast(Tensor, source.exponents), non_blocking)
@@ -103,6 +105,8 @@ def _embedding(q: QTensor, indices: Tensor, *_: Any) -> Any:
     rows, exponents = indices.reshape(-1), q.exponents
     if exponents is not None and not q.format.cuts_blocks(q.base_shape, (0,)):
         exponents = exponents.view(q.base_shape[0], -1).index_select(0, rows).reshape(-1)
+    elif exponents is not None and rows.numel() == 0:
+        exponents = exponents[:0]  # no numbers have no block
     values = decode_values(q.unpacked().index_select(0, rows), exponents, q.format).to(q.dtype)
     return values.view(*indices.shape, q.base_shape[1])
 

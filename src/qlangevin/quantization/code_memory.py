@@ -1,0 +1,144 @@
+"""The memory of codes: what a format needs for a tensor of some shape, and the check that two tensors are that.
+
+Codes come from files and other processes, users can replace or resize them, and kernels read them by address. So codes and
+exponents are checked when a QTensor is made and again before they are read: dtype, shape, contiguity, device and storage.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from math import prod
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from .formats import Format
+
+__all__ = ["CodeLayout", "check_codes", "check_view", "code_layout", "describe_memory", "packed_shape"]
+
+MOST_ELEMENTS = 2**63 - 1  # strides and offsets are 64-bit integers
+FREED = "the codes of these weights were freed: a sharded layer has them only while it computes"
+
+_has_storage = torch._C._has_storage
+
+
+class CodeLayout(NamedTuple):
+    """Dtype and shape of the codes of a tensor, and the shape of its exponents, which are int8; None if it has none."""
+
+    dtype: torch.dtype
+    codes: torch.Size
+    exponents: torch.Size | None
+
+
+def packed_shape(shape: torch.Size, format: Format) -> torch.Size:
+    """Return the shape of the packed codes of a tensor: a flat row of bytes if two codes share one."""
+    return torch.Size((-(-shape.numel() // 2),)) if format.storage_bits == 4 else shape
+
+
+@lru_cache(maxsize=4096)
+def code_layout(format: Format, shape: torch.Size, packed: bool = True) -> CodeLayout:
+    """Return the layout of the codes of a tensor of this shape; ``packed`` if two 4-bit codes share a byte.
+
+    Raise ValueError for what is no format or no shape.
+    """
+    if not isinstance(format, Format):
+        raise ValueError(f"the format of codes must be a FixedPoint, BlockFloat or Float, got {type(format).__name__}")
+    if any(type(n) is not int or n < 0 for n in shape) or prod(max(n, 1) for n in shape) > MOST_ELEMENTS:
+        raise ValueError(
+            f"no tensor has the shape {tuple(shape)}: sizes must not be negative, their product below 2^63"
+        )
+    exponents = torch.Size((format.block_count(shape),)) if format.has_exponents else None
+    return CodeLayout(format.code_dtype, packed_shape(shape, format) if packed else shape, exponents)
+
+
+def check_codes(
+    codes: Tensor, exponents: Tensor | None, format: Format, shape: torch.Size, *, packed: bool = True,
+    may_be_freed: bool = False,
+) -> None:  # fmt: skip
+    """Raise ValueError unless these are codes and exponents of a tensor of the given format and shape, with all their memory.
+
+    FSDP2 frees the memory of weights that it has gathered: raise RuntimeError then, unless it ``may_be_freed``. Tensors that
+    have no memory, those of compilers and of `torch.func`, are checked as far as they can be.
+    """
+    if type(codes) is not Tensor and not isinstance(codes, nn.Parameter):
+        _check_without_memory(codes, exponents, format)
+        return
+    layout = code_layout(format, shape, packed)
+    _check_tensor("codes", codes, layout.dtype, layout.codes, (format, shape), may_be_freed)
+    if exponents is None:
+        if layout.exponents is not None:
+            raise ValueError(f"{_name(format, shape)} needs {layout.exponents.numel()} exponents, got None")
+        return
+    if layout.exponents is None:
+        if exponents.numel():
+            raise ValueError(f"{_name(format, shape)} has no exponents, got {exponents.numel()}")
+        return
+    _check_tensor("exponents", exponents, torch.int8, layout.exponents, (format, shape), may_be_freed)
+    if not (codes.is_cpu and exponents.is_cpu) and codes.device != exponents.device:
+        raise ValueError(
+            f"codes and exponents must be on one device, got codes on {codes.device}, exponents on {exponents.device}"
+        )
+
+
+def check_view(view: tuple[Any, Any, Any], shape: torch.Size) -> None:
+    """Raise ValueError unless (size, strides, offset) describe a view inside of a contiguous tensor of this shape."""
+    size, strides, offset = view
+    good = isinstance(size, (tuple, list)) and isinstance(strides, (tuple, list)) and len(size) == len(strides)
+    good = good and all(type(n) is int and 0 <= n <= MOST_ELEMENTS for n in (*size, *strides, offset))
+    if good and 0 not in size:
+        good = offset + sum((n - 1) * s for n, s in zip(size, strides, strict=True)) < shape.numel()
+    if not good:
+        raise ValueError(
+            f"a view must lie inside of its tensor of shape {tuple(shape)}, got size {size}, strides {strides}, offset {offset}"
+        )
+
+
+def describe_memory(t: Tensor) -> str:
+    """Return dtype, shape, strides, device and bytes of a tensor, for messages."""
+    if not isinstance(t, Tensor):
+        return f"a {type(t).__name__}"
+    if t.layout is not torch.strided or t.is_nested:
+        return f"{t.dtype}, {'nested' if t.is_nested else t.layout}"
+    storage = f"{t.untyped_storage().nbytes()} bytes of storage" if _has_storage(t) else "no storage"
+    return (
+        f"{t.dtype}, shape {tuple(t.shape)}, strides {t.stride()}, offset {t.storage_offset()}, {t.device}, {storage}"
+    )
+
+
+def _check_tensor(
+    what: str, t: Tensor, dtype: torch.dtype, shape: torch.Size, of: tuple[Format, torch.Size], may_be_freed: bool
+) -> None:
+    if not isinstance(t, Tensor) or t.is_nested or t.dtype is not dtype or t.shape != shape or not t.is_contiguous():
+        _refuse(what, t, dtype, shape, of)
+    if not _has_storage(t):
+        if torch._C._functorch.is_functorch_wrapped_tensor(t):
+            return
+        _refuse(what, t, dtype, shape, of)
+    needed, storage = t.nbytes, t.untyped_storage().nbytes()
+    if needed and storage < t.storage_offset() * t.itemsize + needed:
+        if storage:
+            _refuse(what, t, dtype, shape, of)
+        if not may_be_freed:
+            raise RuntimeError(FREED)
+
+
+def _refuse(what: str, t: Tensor, dtype: torch.dtype, shape: torch.Size, of: tuple[Format, torch.Size]) -> NoReturn:
+    raise ValueError(
+        f"the {what} of {_name(*of)} must be a contiguous {dtype} tensor of shape {tuple(shape)} with all of its memory, "
+        f"got {describe_memory(t)}"
+    )
+
+
+def _check_without_memory(codes: Tensor, exponents: Tensor | None, format: Format) -> None:
+    if not isinstance(codes, Tensor) or codes.dtype != format.code_dtype:
+        found = codes.dtype if isinstance(codes, Tensor) else type(codes).__name__
+        raise ValueError(f"the codes of a {format} tensor must be {format.code_dtype}, got {found}")
+    if format.has_exponents and (exponents is None or exponents.dtype != torch.int8):
+        raise ValueError(
+            f"a {format} tensor needs int8 exponents, got {None if exponents is None else exponents.dtype}"
+        )
+
+
+def _name(format: Format, shape: torch.Size) -> str:
+    return f"a {format} tensor of shape {tuple(shape)}"
