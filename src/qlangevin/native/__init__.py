@@ -22,7 +22,7 @@ from torch import Tensor
 
 from .._warnings import warn
 from ..quantization import backend
-from ..quantization.code_memory import describe_memory
+from ..quantization.code_memory import check_storage, describe_memory
 from ..quantization.formats import FP32, Format, KernelGrid
 from ..quantization.operators import Rounding
 from ..quantization.qtensor import QTensor
@@ -95,7 +95,7 @@ def quantize(
     x = _aligned(x)
     out = torch.empty_like(x) if out is None else out
     scalar = float(variance) if variance is not None and variance.dim() == 0 else 0.0
-    variances = variance if variance is not None and variance.dim() else None
+    variances = _aligned(variance) if variance is not None and variance.dim() else None
     shape = x.shape
     kernels.quantize(
         x=_memory(x, torch.float32, shape), out=_memory(out, torch.float32, shape), numel=x.numel(), grid=grid(format, shape),
@@ -231,13 +231,13 @@ def _exponents(exponents: Tensor | None) -> kernels.Memory | None:
 
 def _memory(t: Tensor, dtype: torch.dtype, shape: torch.Size) -> kernels.Memory:
     """Return (address, bytes); raise ValueError for a tensor that the kernels, which see nothing else of it, would misread."""
-    size = t.nbytes
     if (
         t.dtype is not dtype
         or t.shape != shape
         or not t.is_cpu
+        or t.layout is not torch.strided
         or not t.is_contiguous()
-        or (size and t.untyped_storage().nbytes() < t.storage_offset() * t.itemsize + size)
+        or ((size := t.nbytes) and t.untyped_storage().nbytes() < t.storage_offset() * t.itemsize + size)
     ):
         raise ValueError(
             f"the kernels need a contiguous {dtype} tensor of shape {tuple(shape)} on the CPU, with all of its memory, "
@@ -252,7 +252,10 @@ def _memory_if_any(t: Tensor | None, dtype: torch.dtype, shape: torch.Size) -> k
 
 def _aligned(t: Tensor) -> Tensor:
     """Return t, or a copy if it begins between two multiples of its item size, as a tensor over foreign memory may."""
-    return t if t.data_ptr() % t.itemsize == 0 else t.clone()
+    if t.layout is not torch.strided or t.data_ptr() % t.itemsize == 0:
+        return t
+    check_storage(t)
+    return t.clone()
 
 
 def _number(rounding: str) -> int:

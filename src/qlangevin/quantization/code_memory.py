@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from .formats import Format
 
-__all__ = ["CodeLayout", "check_codes", "check_view", "code_layout", "describe_memory", "packed_shape"]
+__all__ = ["CodeLayout", "check_codes", "check_storage", "check_view", "code_layout", "describe_memory", "packed_shape"]
 
 MOST_ELEMENTS = 2**63 - 1  # strides and offsets are 64-bit integers
 FREED = "the codes of these weights were freed: a sharded layer has them only while it computes"
@@ -71,8 +71,8 @@ def check_codes(
             raise ValueError(f"{_name(format, shape)} needs {layout.exponents.numel()} exponents, got None")
         return
     if layout.exponents is None:
-        if exponents.numel():
-            raise ValueError(f"{_name(format, shape)} has no exponents, got {exponents.numel()}")
+        if exponents.numel() or exponents.dtype != torch.int8:
+            raise ValueError(f"{_name(format, shape)} has no exponents, got {describe_memory(exponents)}")
         return
     _check_tensor("exponents", exponents, torch.int8, layout.exponents, (format, shape), may_be_freed)
     if not (codes.is_cpu and exponents.is_cpu) and codes.device != exponents.device:
@@ -94,6 +94,18 @@ def check_view(view: tuple[Any, Any, Any], shape: torch.Size) -> None:
         )
 
 
+def check_storage(t: Tensor) -> None:
+    """Raise ValueError if a tensor's storage was freed or made smaller: any operation on it would read what is not its own."""
+    if type(t) is Tensor and _has_storage(t) and (needed := t.nbytes):
+        needed = (
+            needed
+            if t.is_contiguous()
+            else (1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))) * t.itemsize
+        )
+        if t.untyped_storage().nbytes() < t.storage_offset() * t.itemsize + needed:
+            raise ValueError(f"a tensor must have all of its memory, got {describe_memory(t)}")
+
+
 def describe_memory(t: Tensor) -> str:
     """Return dtype, shape, strides, device and bytes of a tensor, for messages."""
     if not isinstance(t, Tensor):
@@ -109,7 +121,9 @@ def describe_memory(t: Tensor) -> str:
 def _check_tensor(
     what: str, t: Tensor, dtype: torch.dtype, shape: torch.Size, of: tuple[Format, torch.Size], may_be_freed: bool
 ) -> None:
-    if not isinstance(t, Tensor) or t.is_nested or t.dtype is not dtype or t.shape != shape or not t.is_contiguous():
+    if not isinstance(t, Tensor) or t.is_nested or t.dtype is not dtype or t.shape != shape:
+        _refuse(what, t, dtype, shape, of)
+    if t.layout is not torch.strided or not t.is_contiguous():
         _refuse(what, t, dtype, shape, of)
     if not _has_storage(t):
         if torch._C._functorch.is_functorch_wrapped_tensor(t):

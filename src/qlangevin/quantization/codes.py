@@ -13,8 +13,8 @@ from torch import Tensor
 
 from . import operators
 from .backend import kernels_for
-from .code_memory import check_codes, packed_shape
-from .formats import Format, parse
+from .code_memory import check_codes, check_storage, packed_shape
+from .formats import FP32, Format, parse
 
 __all__ = [
     "decode_op",
@@ -48,6 +48,7 @@ def _check_numbers(values: Tensor, format: Format) -> None:
         raise ValueError(f"only float32 numbers can be encoded, got {values.dtype}; convert them with .float() first")
     if values.numel() == 0:
         return
+    check_storage(values)
     low, high = (float(x) for x in torch.aminmax(values))
     if isnan(low):  # or high: a NaN spoils both
         raise ValueError(
@@ -63,7 +64,11 @@ def _check_numbers(values: Tensor, format: Format) -> None:
 @operators.operator("decode")
 def decode_op(codes: Tensor, exponents: Tensor | None, format: str) -> Tensor:
     """Return the float32 numbers that codes stand for."""
-    return _decode(codes, None if exponents is None else exponents.contiguous(), parse(format))
+    check_storage(codes)
+    if exponents is not None:
+        check_storage(exponents)
+        exponents = exponents.contiguous()
+    return _decode(codes, exponents, parse(format))
 
 
 def decode_values(codes: Tensor, exponents: Tensor | None, format: Format) -> Tensor:
@@ -76,7 +81,7 @@ def decode_values(codes: Tensor, exponents: Tensor | None, format: Format) -> Te
 
 def _decode(codes: Tensor, exponents: Tensor | None, format: Format) -> Tensor:
     kernels, codes = kernels_for(codes), codes.contiguous()
-    if kernels is None:
+    if kernels is None or format == FP32:
         check_codes(codes, exponents, format, codes.shape, packed=False)
         return format.decode(codes, exponents)
     values = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)

@@ -17,6 +17,7 @@ from torch import Tensor
 from .._validate import check_choice
 from . import formats, random, rounding
 from .backend import kernels_for
+from .code_memory import check_storage
 from .formats import Format, parse
 from .random import Key
 
@@ -71,8 +72,9 @@ def working_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def check(x: Tensor, format: str) -> Format:
-    """Return the parsed format; raise if the dtype of x cannot hold its numbers."""
+    """Return the parsed format; raise if the dtype of x cannot hold its numbers, or x has lost its memory."""
     parsed = parse(format)
+    check_storage(x)
     formats.check_holds(x.dtype, parsed)
     return parsed
 
@@ -80,6 +82,7 @@ def check(x: Tensor, format: str) -> Format:
 @operator("quantize")
 def quantize_op(x: Tensor, format: str, rounding_: str, seed: int, stream: int, step: int, purpose: int) -> Tensor:
     """Return Q^d(x) or Q^s(x); see `quantize`."""
+    check_choice("rounding", rounding_, ("nearest", "stochastic"))
     parsed, values = check(x, format), x.contiguous().to(working_dtype(x.dtype))
     kernels, key = kernels_for(values), key_of(seed, stream, step)
     if kernels is None:
@@ -102,8 +105,12 @@ def corrected_op(
 
 def check_variance(variance: Tensor, mu: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the variance as the computation takes it. Reads the tensor, so it has to be called inside an operator."""
+    check_storage(variance)
     spread = variance.to(mu.device, dtype)
-    spread = spread.expand_as(mu).contiguous() if spread.dim() else spread
+    try:
+        spread = spread.expand_as(mu).contiguous() if spread.dim() else spread
+    except RuntimeError as error:
+        raise ValueError(f"variance must be a number or broadcast to μ: {error}") from None
     if spread.dim() == 0:
         worst = None if 0 <= spread.item() < math.inf else variance.item()
     else:

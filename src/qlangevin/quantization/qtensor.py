@@ -100,6 +100,7 @@ class QTensor(torch.Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> QTensor:
         if id(self) not in memo:
+            self.check()
             other = self.with_codes(copy.deepcopy(self.codes, memo), copy.deepcopy(self.exponents, memo))
             memo[id(self)] = nn.Parameter(other, self.requires_grad) if isinstance(self, nn.Parameter) else other
             memo[id(self)].requires_grad_(self.requires_grad)

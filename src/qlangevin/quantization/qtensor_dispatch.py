@@ -61,6 +61,7 @@ def _alias(q: QTensor) -> QTensor:
 def _clone(q: QTensor, *, memory_format: Any = torch.preserve_format) -> Tensor:
     if q.is_view and not (memory_format == torch.preserve_format and _is_permutation(q)):
         return q.decode_detached().clone(memory_format=memory_format)
+    q.check()
     return q.with_codes(q.codes.clone(), None if q.exponents is None else q.exponents.clone())
 
 
@@ -78,6 +79,7 @@ def _to_copy(q: QTensor, *, dtype: torch.dtype | None = None, device: Any = None
         return NotImplemented
     if dtype is not None:
         check_holds(dtype, q.format)
+    q.check()
     exponents = None if q.exponents is None else q.exponents.to(device, copy=True)
     return q.with_codes(q.codes.to(device, copy=True), exponents, dtype)
 
@@ -102,12 +104,12 @@ def _embedding(q: QTensor, indices: Tensor, *_: Any) -> Any:
     """Decode only the rows that are asked for."""
     if q.is_view:
         return NotImplemented
-    rows, exponents = indices.reshape(-1), q.exponents
+    codes, rows, exponents = q.unpacked(), indices.reshape(-1), q.exponents
     if exponents is not None and not q.format.cuts_blocks(q.base_shape, (0,)):
         exponents = exponents.view(q.base_shape[0], -1).index_select(0, rows).reshape(-1)
     elif exponents is not None and rows.numel() == 0:
         exponents = exponents[:0]  # no numbers have no block
-    values = decode_values(q.unpacked().index_select(0, rows), exponents, q.format).to(q.dtype)
+    values = decode_values(codes.index_select(0, rows), exponents, q.format).to(q.dtype)
     return values.view(*indices.shape, q.base_shape[1])
 
 
