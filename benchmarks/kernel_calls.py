@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import qlangevin as ql
 from qlangevin import native
 from qlangevin.quantization import random as bits
 from qlangevin.quantization import rounding as plain
@@ -32,8 +31,42 @@ NAMES = (
 )  # fmt: skip
 SHAPES = ((), (0,), (3, 0), (1,), (5,), (3, 5), (2, 3, 4), (64,), (7, 33), (6, 32), (3, 257), (2, 3, 7))
 ROUNDINGS = ("nearest", "stochastic", "corrected")
-INTEGERS = (-(2**63), -(2**31), -5, -1, 0, 1, 2, 3, 4, 7, 8, 9, 64, 255, 1000, 2**31, 2**32, 2**62, 2**63 - 1, 2**64, 2**70)
-GARBAGE: tuple[Any, ...] = ("x", 1.5, (1,), (1, 2, 3), (-1, 4), (2**70, 4), (0, 2**70), [0, 0], (None, 4), b"", object())
+INTEGERS = (
+    -(2**63),
+    -(2**31),
+    -5,
+    -1,
+    0,
+    1,
+    2,
+    3,
+    4,
+    7,
+    8,
+    9,
+    64,
+    255,
+    1000,
+    2**31,
+    2**32,
+    2**62,
+    2**63 - 1,
+    2**64,
+    2**70,
+)
+GARBAGE: tuple[Any, ...] = (
+    "x",
+    1.5,
+    (1,),
+    (1, 2, 3),
+    (-1, 4),
+    (2**70, 4),
+    (0, 2**70),
+    [0, 0],
+    (None, 4),
+    b"",
+    object(),
+)
 
 
 class WrongError(Exception):
@@ -99,7 +132,9 @@ class Case:
     def coded(self) -> tuple[Tensor, Tensor]:
         """Return codes, one an element, and exponents; a few are those of no number."""
         x = self.x.nan_to_num(0.0, 1.0, -1.0)
-        codes, exponents = self.format.encode((x if self.format == FP32 else plain.nearest(x, self.format)).view(-1 if not x.dim() else x.shape))
+        codes, exponents = self.format.encode(
+            (x if self.format == FP32 else plain.nearest(x, self.format)).view(-1 if not x.dim() else x.shape)
+        )
         return codes.view(self.shape), exponents
 
 
@@ -127,8 +162,16 @@ def spoil(arguments: dict[str, Any], rng: Random) -> str:
     value = arguments[name]
     if isinstance(value, tuple) or value is None:
         address, size = (0, 0) if value is None or not all(type(n) is int for n in value) or len(value) != 2 else value
-        cut = rng.choice((1, 2, 4, 8)) if size else 0
-        honest = ((address, size - cut), (address + cut, size - cut), (address, 0), (0, size), (0, 0), (address, -size), (address, 2**61 + 1))
+        cut = rng.choice((1, 2, 4, 8)) if address and size > 8 else 0
+        honest = (
+            (address, size - cut),
+            (address + cut, size - cut),
+            (address, 0),
+            (0, size),
+            (0, 0),
+            (address, -size),
+            (address, 2**61 + 1),
+        )
         arguments[name] = rng.choice((None, rng.choice(GARBAGE), *honest))
     elif isinstance(value, float):
         arguments[name] = rng.choice((math.nan, math.inf, -1.0, 1e39, "x", None, 3.0))
@@ -198,7 +241,9 @@ def raw_codes(rng: Random) -> str:
         spoil(arguments, rng)
     fine, _ = attempt(partial(getattr(native.kernels, name), **arguments))
     if not fine:
-        expect(spoiled or shape != case.shape or format != case.format or case.format == FP32, "a sound call was refused")
+        expect(
+            spoiled or shape != case.shape or format != case.format or case.format == FP32, "a sound call was refused"
+        )
         return REFUSED
     if name == "decode" and not spoiled and codes.dtype == format.code_dtype:
         like, size = as_gridded(format, shape, codes.numel())
@@ -208,21 +253,19 @@ def raw_codes(rng: Random) -> str:
 
 
 def raw_step(rng: Random) -> str:
-    case, gradient = Case.draw(rng), torch.randn(())
+    case = Case.draw(rng)
     gradient, theta = torch.randn(case.shape), case.x.nan_to_num(0.0, 1.0, -1.0)
+    accumulator = theta.clone() if rng.random() < 0.3 else None
     codes, exponents = case.coded() if rng.random() < 0.5 and case.format != FP32 else (None, None)
     if codes is not None and exponents is not None and rng.random() < 0.3:
         randomize_codes(codes, exponents, rng)
     grids = {n: raw_grid(parse(rng.choice(NAMES)), case.shape) for n in ("gradients", "accumulators")}
     arguments: dict[str, Any] = {
         "theta": memory(theta) if codes is None else None, "codes": memory(codes), "exponents": memory(exponents),
-        "code_bytes": 0 if codes is None else codes.itemsize, "accumulator": memory(theta.clone()) if rng.random() < 0.3 else None,
+        "code_bytes": 0 if codes is None else codes.itemsize, "accumulator": memory(accumulator),
         "gradient": memory(gradient), "numel": theta.numel(), "weights": raw_grid(case.format, case.shape), **grids,
         "seed": case.key.seed, "stream": case.key.stream, "step": case.key.step,
     }  # fmt: skip
-    accumulator = theta.clone()
-    if arguments["accumulator"] is not None:
-        arguments["accumulator"] = memory(accumulator)
     settings: dict[str, Any] = {
         "rounding": ROUNDINGS.index(case.rounding), "lr": 0.1, "weight_decay": 1e-3, "variance": case.variance,
         "maximize": rng.random() < 0.5, "threads": rng.choice((1, 2)),
@@ -264,9 +307,10 @@ def raw_rest(rng: Random) -> str:
 
 def _use_grid(grid: Any, case: Case, rng: Random) -> None:
     out, (codes, exponents) = torch.empty(case.shape), case.coded()
-    shared = {"numel": codes.numel(), "grid": grid, "threads": 1}
-    key = {"seed": 1, "stream": 2, "step": 3, "purpose": 0}
-    attempt(lambda: native.kernels.quantize(x=memory(case.x), out=memory(out), rounding=rng.randrange(3), variance=0.5, **key, **shared))
+    shared: dict[str, Any] = {"numel": codes.numel(), "grid": grid, "threads": 1}
+    key: dict[str, Any] = {"variance": 0.5, "seed": 1, "stream": 2, "step": 3, "purpose": 0}
+    rounding = rng.randrange(3)
+    attempt(lambda: native.kernels.quantize(x=memory(case.x), out=memory(out), rounding=rounding, **key, **shared))
     randomize_codes(codes, exponents, rng)
     parts = {"codes": memory(codes), "exponents": memory(exponents), "code_bytes": codes.itemsize}
     attempt(lambda: native.kernels.decode(values=memory(out), **parts, **shared))

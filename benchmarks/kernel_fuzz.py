@@ -20,10 +20,6 @@ from pathlib import Path
 from random import Random
 from typing import NamedTuple
 
-from . import sanitized
-
-sanitized.load()  # before qlangevin does
-
 import torch
 import tyro
 from rich import box
@@ -32,7 +28,7 @@ from rich.table import Table
 
 from qlangevin import native
 
-from . import kernel_calls, tensor_calls
+from . import compiled, kernel_calls, tensor_calls
 from .kernel_calls import COMPUTED, REFUSED
 
 FAILED = "FAILED"
@@ -66,7 +62,6 @@ def call(number: int, seed: int = 0) -> Result:
     try:
         return Result(number, kind, CALLS[kind](rng))
     except Exception as error:
-        if "FUZZ_TRACE" in __import__("os").environ: __import__("traceback").print_exc()
         return Result(number, kind, FAILED, f"{type(error).__name__}: {error}"[:300])
 
 
@@ -108,7 +103,15 @@ def run_children(options: Options, environment: dict[str, str] | None) -> list[R
     results: list[Result] = []
     end, first, crashes = options.first + options.count, options.first, 0
     while first < end and crashes < MOST_CRASHES:
-        command = [sys.executable, "-m", "benchmarks.kernel_fuzz", "--child", "--seed", str(options.seed)]
+        command = [
+            sys.executable,
+            "-m",
+            "benchmarks.compiled",
+            "benchmarks.kernel_fuzz",
+            "--child",
+            "--seed",
+            str(options.seed),
+        ]
         command += ["--first", str(first), "--count", str(end - first)]
         with tempfile.TemporaryFile("w+") as errors:
             child = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True)
@@ -152,7 +155,9 @@ def main(options: Options) -> int:
         return run_child(options)
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
-        environment = sanitized.environment(sanitized.compile_kernels(Path(folder))) if options.sanitize else None
+        environment = (
+            compiled.sanitized_environment(compiled.compile_kernels(Path(folder))) if options.sanitize else None
+        )
         results = run_children(options, environment)
     console = Console(width=None if sys.stdout.isatty() else 130)
     console.print(table_of(results))

@@ -92,13 +92,17 @@ def quantize(
 
     Where ``positive``, int8 codes, is zero or less, the result is zero.
     """
-    x = _aligned(x)
-    out = torch.empty_like(x) if out is None else out
+    shape = x.shape
+    x, source = _readable(x, shape)
+    if out is None:
+        out = torch.empty_like(x)
+        target = out.data_ptr(), source[1]
+    else:
+        target = _memory(out, torch.float32, shape)
     scalar = float(variance) if variance is not None and variance.dim() == 0 else 0.0
     variances = _aligned(variance) if variance is not None and variance.dim() else None
-    shape = x.shape
     kernels.quantize(
-        x=_memory(x, torch.float32, shape), out=_memory(out, torch.float32, shape), numel=x.numel(), grid=grid(format, shape),
+        x=source, out=target, numel=x.numel(), grid=grid(format, shape),
         rounding=_number(rounding_), seed=key.seed, stream=key.stream, step=key.step, purpose=purpose, variance=scalar,
         variances=_memory_if_any(variances, torch.float32, shape), positive=_memory_if_any(positive, torch.int8, shape),
         threads=torch.get_num_threads(),
@@ -132,8 +136,8 @@ def encode(values: Tensor, codes: Tensor, exponents: Tensor, format: Format) -> 
     if format == FP32:
         codes.view(torch.float32).copy_(values)
         return
-    values = _aligned(values)
-    kernels.encode(values=_memory(values, torch.float32, codes.shape), **_coded(codes, exponents, format, codes.shape))
+    values, source = _readable(values, codes.shape)
+    kernels.encode(values=source, **_coded(codes, exponents, format, codes.shape))
 
 
 def decode(values: Tensor, codes: Tensor, exponents: Tensor | None, format: Format) -> None:
@@ -141,7 +145,7 @@ def decode(values: Tensor, codes: Tensor, exponents: Tensor | None, format: Form
     if format == FP32:
         values.copy_(codes.view(torch.float32))
         return
-    codes = _aligned(codes)
+    codes = codes if codes.itemsize == 1 else _aligned(codes)
     kernels.decode(values=_memory(values, torch.float32, codes.shape), **_coded(codes, exponents, format, codes.shape))
 
 
@@ -156,16 +160,14 @@ def relu_with_codes(x: Tensor, out: Tensor, codes: Tensor, exponents: Tensor, fo
 
 def encode_exactly(values: Tensor, codes: Tensor, exponents: Tensor, format: Format) -> bool:
     """Write codes and exponents of any values; return True if they decode to the same bits."""
-    values = _aligned(values)
-    memory = _memory(values, torch.float32, codes.shape)
-    return kernels.encode_exactly(values=memory, **_coded(codes, exponents, format, codes.shape))
+    values, source = _readable(values, codes.shape)
+    return kernels.encode_exactly(values=source, **_coded(codes, exponents, format, codes.shape))
 
 
 def first_not_finite(tensors: list[Tensor]) -> int:
     """Return the index of the first of these contiguous float32 tensors that holds an infinity or a NaN, or -1."""
-    tensors = [_aligned(t) for t in tensors]
-    memory = [_memory(t, torch.float32, t.shape) for t in tensors]
-    return int(kernels.first_not_finite(memory, torch.get_num_threads()))
+    readable = [_readable(t, t.shape) for t in tensors]
+    return int(kernels.first_not_finite([memory for _, memory in readable], torch.get_num_threads()))
 
 
 class TensorStep(NamedTuple):
@@ -206,8 +208,8 @@ def _kernel_step(
     return kernels.Step(
         theta=_memory_if_any(theta, torch.float32, shape),
         codes=None if codes is None else _memory(codes, codes.dtype, shape),  # `unpacked` has checked the dtype
-        exponents=_exponents(exponents), code_bytes=0 if codes is None else codes.itemsize,
-        accumulator=_memory_if_any(t.accumulator, torch.float32, shape), gradient=_memory(t.gradient, torch.float32, shape),
+        exponents=None if exponents is None else _memory(exponents, torch.int8, exponents.shape),
+        code_bytes=0 if codes is None else codes.itemsize, accumulator=_memory_if_any(t.accumulator, torch.float32, shape), gradient=_memory(t.gradient, torch.float32, shape),
         numel=t.gradient.numel(), seed=t.key.seed, stream=t.key.stream, step=t.key.step,
         weights=grid(weights, shape), gradients=grid(gradients, shape), accumulators=grid(accumulator, shape),
     )  # fmt: skip
@@ -219,39 +221,53 @@ def _kernel_step(
 def _coded(codes: Tensor, exponents: Tensor | None, format: Format, shape: torch.Size) -> dict[str, Any]:
     """Return what every kernel takes that reads or writes codes of a tensor."""
     return {
-        "codes": _memory(codes, format.code_dtype, shape), "exponents": _exponents(exponents), "code_bytes": codes.itemsize,
+        "codes": _memory(codes, format.code_dtype, shape), "exponents": _exponents(exponents, format),
+        "code_bytes": codes.itemsize,
         "numel": codes.numel(), "grid": grid(format, shape), "threads": torch.get_num_threads(),
     }  # fmt: skip
 
 
-def _exponents(exponents: Tensor | None) -> kernels.Memory | None:
+def _exponents(exponents: Tensor | None, format: Format) -> kernels.Memory | None:
     """Return the memory of exponents; the kernels know how many a grid has."""
-    return None if exponents is None else _memory(exponents, torch.int8, exponents.shape)
+    if exponents is None:
+        if format.has_exponents:
+            raise ValueError(f"codes of {format} need exponents, got None")
+        return None
+    if exponents.dim() != 1:
+        raise ValueError(f"exponents must have one dimension, got shape {tuple(exponents.shape)}")
+    return _memory(exponents, torch.int8, exponents.shape)
 
 
 def _memory(t: Tensor, dtype: torch.dtype, shape: torch.Size) -> kernels.Memory:
     """Return (address, bytes); raise ValueError for a tensor that the kernels, which see nothing else of it, would misread."""
-    if (
-        t.dtype is not dtype
-        or t.shape != shape
-        or not t.is_cpu
-        or t.layout is not torch.strided
-        or not t.is_contiguous()
-        or ((size := t.nbytes) and t.untyped_storage().nbytes() < t.storage_offset() * t.itemsize + size)
-    ):
-        raise ValueError(
-            f"the kernels need a contiguous {dtype} tensor of shape {tuple(shape)} on the CPU, with all of its memory, "
-            f"got {describe_memory(t)}"
-        )
-    return t.data_ptr(), size
+    try:
+        if t.dtype is dtype and t.is_cpu and t.shape == shape and t.is_contiguous():
+            size = t.nbytes
+            if not size or t.untyped_storage().nbytes() >= t.storage_offset() * dtype.itemsize + size:
+                return t.data_ptr(), size
+    except RuntimeError:  # some tensors have no storage
+        pass
+    raise ValueError(
+        f"the kernels need a contiguous {dtype} tensor of shape {tuple(shape)} on the CPU, with all of its memory, "
+        f"got {describe_memory(t)}"
+    )
 
 
 def _memory_if_any(t: Tensor | None, dtype: torch.dtype, shape: torch.Size) -> kernels.Memory | None:
     return None if t is None else _memory(t, dtype, shape)
 
 
+def _readable(t: Tensor, shape: torch.Size) -> tuple[Tensor, kernels.Memory]:
+    """Return a float32 tensor and its memory, or those of a copy if it begins between two multiples of its item size.
+
+    A tensor over foreign memory may do that.
+    """
+    memory = _memory(t, torch.float32, shape)
+    return (t, memory) if memory[0] % 4 == 0 else _readable(t.clone(), shape)
+
+
 def _aligned(t: Tensor) -> Tensor:
-    """Return t, or a copy if it begins between two multiples of its item size, as a tensor over foreign memory may."""
+    """The same for other dtypes and tensors that have not been checked."""
     if t.layout is not torch.strided or t.data_ptr() % t.itemsize == 0:
         return t
     check_storage(t)

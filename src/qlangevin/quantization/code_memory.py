@@ -8,14 +8,23 @@ from __future__ import annotations
 
 from functools import lru_cache
 from math import prod
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from .formats import Format
 
-__all__ = ["CodeLayout", "check_codes", "check_storage", "check_view", "code_layout", "describe_memory", "packed_shape"]
+__all__ = [
+    "CodeLayout",
+    "check_codes",
+    "check_layout",
+    "check_storage",
+    "check_view",
+    "code_layout",
+    "describe_memory",
+    "packed_shape",
+]
 
 MOST_ELEMENTS = 2**63 - 1  # strides and offsets are 64-bit integers
 FREED = "the codes of these weights were freed: a sharded layer has them only while it computes"
@@ -24,11 +33,16 @@ _has_storage = torch._C._has_storage
 
 
 class CodeLayout(NamedTuple):
-    """Dtype and shape of the codes of a tensor, and the shape of its exponents, which are int8; None if it has none."""
+    """What the codes of a tensor are: dtype, shape and bytes, and the shape of its int8 exponents, None if it has none."""
 
+    format: Format
+    shape: torch.Size  # of the tensor
     dtype: torch.dtype
     codes: torch.Size
+    itemsize: int
+    nbytes: int
     exponents: torch.Size | None
+    blocks: int
 
 
 def packed_shape(shape: torch.Size, format: Format) -> torch.Size:
@@ -48,37 +62,64 @@ def code_layout(format: Format, shape: torch.Size, packed: bool = True) -> CodeL
         raise ValueError(
             f"no tensor has the shape {tuple(shape)}: sizes must not be negative, their product below 2^63"
         )
-    exponents = torch.Size((format.block_count(shape),)) if format.has_exponents else None
-    return CodeLayout(format.code_dtype, packed_shape(shape, format) if packed else shape, exponents)
+    dtype, codes = format.code_dtype, packed_shape(shape, format) if packed else shape
+    blocks = format.block_count(shape)
+    exponents = torch.Size((blocks,)) if format.has_exponents else None
+    return CodeLayout(format, shape, dtype, codes, dtype.itemsize, codes.numel() * dtype.itemsize, exponents, blocks)
 
 
 def check_codes(
-    codes: Tensor, exponents: Tensor | None, format: Format, shape: torch.Size, *, packed: bool = True,
-    may_be_freed: bool = False,
+    codes: Tensor, exponents: Tensor | None, format: Format, shape: torch.Size, *, packed: bool = True
 ) -> None:  # fmt: skip
     """Raise ValueError unless these are codes and exponents of a tensor of the given format and shape, with all their memory.
 
-    FSDP2 frees the memory of weights that it has gathered: raise RuntimeError then, unless it ``may_be_freed``. Tensors that
-    have no memory, those of compilers and of `torch.func`, are checked as far as they can be.
+    Raise RuntimeError if the memory was freed, as FSDP2 does with weights that it has gathered. Tensors that have no memory,
+    those of compilers and of `torch.func`, are checked as far as they can be.
     """
     if type(codes) is not Tensor and not isinstance(codes, nn.Parameter):
         _check_without_memory(codes, exponents, format)
+    else:
+        check_layout(code_layout(format, shape, packed), codes, exponents)
+
+
+def check_layout(layout: CodeLayout, codes: Tensor, exponents: Tensor | None, may_be_freed: bool = False) -> None:
+    """The same, given the layout."""
+    if _is_usual(layout, codes, exponents):
         return
-    layout = code_layout(format, shape, packed)
-    _check_tensor("codes", codes, layout.dtype, layout.codes, (format, shape), may_be_freed)
-    if exponents is None:
-        if layout.exponents is not None:
-            raise ValueError(f"{_name(format, shape)} needs {layout.exponents.numel()} exponents, got None")
+    if type(codes) is not Tensor and not isinstance(codes, nn.Parameter):
+        _check_without_memory(codes, exponents, layout.format)
         return
-    if layout.exponents is None:
-        if exponents.numel() or exponents.dtype != torch.int8:
-            raise ValueError(f"{_name(format, shape)} has no exponents, got {describe_memory(exponents)}")
-        return
-    _check_tensor("exponents", exponents, torch.int8, layout.exponents, (format, shape), may_be_freed)
-    if not (codes.is_cpu and exponents.is_cpu) and codes.device != exponents.device:
+    _check_tensor("codes", codes, layout.dtype, layout.codes, layout, may_be_freed)
+    _check_exponents(exponents, layout, may_be_freed)
+    if exponents is not None and codes.device != exponents.device:
         raise ValueError(
             f"codes and exponents must be on one device, got codes on {codes.device}, exponents on {exponents.device}"
         )
+
+
+def _is_usual(layout: CodeLayout, codes: Tensor, exponents: Tensor | None) -> bool:
+    """Return True for sound codes in plain memory, fast: this precedes every use of codes. False says nothing."""
+    try:
+        if type(codes) is not Tensor or not codes.is_cpu:
+            return False
+        if not _holds(codes, layout.dtype, layout.codes, layout.itemsize, layout.nbytes):
+            return False
+        if exponents is None or layout.exponents is None:
+            return exponents is None and layout.exponents is None
+        if type(exponents) is not Tensor or not exponents.is_cpu:
+            return False
+        return _holds(exponents, torch.int8, layout.exponents, 1, layout.blocks)
+    except RuntimeError:  # some tensors have no shape or no storage
+        return False
+
+
+def _holds(t: Tensor, dtype: torch.dtype, shape: torch.Size, itemsize: int, nbytes: int) -> bool:
+    return (
+        t.dtype is dtype
+        and t.shape == shape
+        and t.is_contiguous()
+        and t.untyped_storage().nbytes() >= nbytes + t.storage_offset() * itemsize
+    )
 
 
 def check_view(view: tuple[Any, Any, Any], shape: torch.Size) -> None:
@@ -119,29 +160,32 @@ def describe_memory(t: Tensor) -> str:
 
 
 def _check_tensor(
-    what: str, t: Tensor, dtype: torch.dtype, shape: torch.Size, of: tuple[Format, torch.Size], may_be_freed: bool
+    what: str, t: Tensor, dtype: torch.dtype, shape: torch.Size, layout: CodeLayout, may_be_freed: bool
 ) -> None:
-    if not isinstance(t, Tensor) or t.is_nested or t.dtype is not dtype or t.shape != shape:
-        _refuse(what, t, dtype, shape, of)
-    if t.layout is not torch.strided or not t.is_contiguous():
-        _refuse(what, t, dtype, shape, of)
-    if not _has_storage(t):
-        if torch._C._functorch.is_functorch_wrapped_tensor(t):
-            return
-        _refuse(what, t, dtype, shape, of)
-    needed, storage = t.nbytes, t.untyped_storage().nbytes()
-    if needed and storage < t.storage_offset() * t.itemsize + needed:
-        if storage:
-            _refuse(what, t, dtype, shape, of)
-        if not may_be_freed:
+    good = isinstance(t, Tensor) and t.layout is torch.strided and not t.is_nested
+    good = good and t.dtype is dtype and t.shape == shape and t.is_contiguous()
+    if good and _has_storage(t):
+        needed, storage = t.nbytes, t.untyped_storage().nbytes()
+        if needed and storage == 0 and not may_be_freed:
             raise RuntimeError(FREED)
+        good = not needed or storage == 0 or storage >= t.storage_offset() * t.itemsize + needed
+    elif good:
+        good = torch._C._functorch.is_functorch_wrapped_tensor(t)
+    if not good:
+        raise ValueError(
+            f"the {what} of {_name(layout)} must be a contiguous {dtype} tensor of shape {tuple(shape)} with all of its "
+            f"memory, got {describe_memory(t)}"
+        )
 
 
-def _refuse(what: str, t: Tensor, dtype: torch.dtype, shape: torch.Size, of: tuple[Format, torch.Size]) -> NoReturn:
-    raise ValueError(
-        f"the {what} of {_name(*of)} must be a contiguous {dtype} tensor of shape {tuple(shape)} with all of its memory, "
-        f"got {describe_memory(t)}"
-    )
+def _check_exponents(exponents: Tensor | None, layout: CodeLayout, may_be_freed: bool) -> None:
+    if layout.exponents is None:
+        if exponents is not None and (exponents.numel() or exponents.dtype != torch.int8):
+            raise ValueError(f"{_name(layout)} has no exponents, got {describe_memory(exponents)}")
+    elif exponents is None:
+        raise ValueError(f"{_name(layout)} needs {layout.blocks} exponents, got None")
+    else:
+        _check_tensor("exponents", exponents, torch.int8, layout.exponents, layout, may_be_freed)
 
 
 def _check_without_memory(codes: Tensor, exponents: Tensor | None, format: Format) -> None:
@@ -154,5 +198,5 @@ def _check_without_memory(codes: Tensor, exponents: Tensor | None, format: Forma
         )
 
 
-def _name(format: Format, shape: torch.Size) -> str:
-    return f"a {format} tensor of shape {tuple(shape)}"
+def _name(layout: CodeLayout) -> str:
+    return f"a {layout.format} tensor of shape {tuple(layout.shape)}"

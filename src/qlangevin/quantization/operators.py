@@ -71,10 +71,17 @@ def working_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def check(x: Tensor, format: str) -> Format:
-    """Return the parsed format; raise if the dtype of x cannot hold its numbers, or x has lost its memory."""
-    parsed = parse(format)
+def working_values(x: Tensor) -> Tensor:
+    """Return x, contiguous and in its working dtype; raise ValueError if it would have to be read but has lost its memory."""
+    if x.dtype is torch.float32 and x.is_contiguous():
+        return x  # kernels check the memory themselves
     check_storage(x)
+    return x.contiguous().to(working_dtype(x.dtype))
+
+
+def check(x: Tensor, format: str) -> Format:
+    """Return the parsed format; raise if the dtype of x cannot hold its numbers."""
+    parsed = parse(format)
     formats.check_holds(x.dtype, parsed)
     return parsed
 
@@ -82,10 +89,12 @@ def check(x: Tensor, format: str) -> Format:
 @operator("quantize")
 def quantize_op(x: Tensor, format: str, rounding_: str, seed: int, stream: int, step: int, purpose: int) -> Tensor:
     """Return Q^d(x) or Q^s(x); see `quantize`."""
-    check_choice("rounding", rounding_, ("nearest", "stochastic"))
-    parsed, values = check(x, format), x.contiguous().to(working_dtype(x.dtype))
+    if rounding_ not in ("nearest", "stochastic"):
+        raise ValueError(f"rounding must be nearest or stochastic, got {rounding_!r}")
+    parsed, values = check(x, format), working_values(x)
     kernels, key = kernels_for(values), key_of(seed, stream, step)
     if kernels is None:
+        check_storage(values)
         return rounding.quantize_values(values, parsed, rounding_, key, purpose).to(x.dtype)
     return kernels.quantize(values, parsed, rounding_, key, purpose).to(x.dtype)
 
@@ -96,9 +105,10 @@ def corrected_op(
 ) -> Tensor:
     """Return Q^vc(μ, v); see `corrected`."""
     parsed, dtype = check(mu, format), working_dtype(mu.dtype)
-    v, values = check_variance(variance, mu, dtype), mu.contiguous().to(dtype)
+    v, values = check_variance(variance, mu, dtype), working_values(mu)
     kernels, key = kernels_for(values), key_of(seed, stream, step)
     if kernels is None or algorithm == "paper":
+        check_storage(values)
         return rounding.corrected_values(values, v, parsed, algorithm, key).to(mu.dtype)
     return kernels.quantize(values, parsed, "corrected", key, random.ROUNDING, v).to(mu.dtype)
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from . import operators
-from .code_memory import check_codes, check_view
+from .code_memory import CodeLayout, check_codes, check_layout, check_view, code_layout
 from .codes import decode_values, encode_exactly, encode_op, pack_codes, unpack_codes
 from .formats import FORMATS, Format, check_format, check_holds, parse
 from .operators import Rounding
@@ -37,6 +37,7 @@ class QTensor(torch.Tensor):
     format: Format
     base_shape: torch.Size  # the shape of the tensor that the codes stand for; a view may have another one
     is_view: bool
+    _layout: CodeLayout | None  # None for codes that have no memory
 
     dispatch: ClassVar[Callable[[Any, Any, Any], Any]]  # set by `qtensor_dispatch`
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -44,18 +45,22 @@ class QTensor(torch.Tensor):
     @staticmethod
     def __new__(
         cls, codes: Tensor, exponents: Tensor | None, format: Format, shape: torch.Size, dtype: torch.dtype,
-        view: tuple[Sequence[int], Sequence[int], Any] | None = None,
+        view: tuple[Sequence[int], Sequence[int], Any] | None = None, layout: CodeLayout | None = None,
     ) -> QTensor:  # fmt: skip
-        check_codes(codes, exponents, format, torch.Size(shape), may_be_freed=True)
-        _check_dtype(dtype, format)
-        if view is not None and type(codes) is Tensor:
-            check_view(view, torch.Size(shape))
+        if type(codes) is Tensor:
+            layout = layout or _checked_layout(format, torch.Size(shape), dtype)
+            check_layout(layout, codes, exponents, may_be_freed=True)
+            if view is not None:
+                check_view(view, layout.shape)
+        else:
+            check_codes(codes, exponents, format, torch.Size(shape))
         size, strides, offset = view or (shape, contiguous_strides(shape), 0)
         with torch.inference_mode(False):  # so that views of it can be taken inside and outside of that mode
             self: QTensor = torch.Tensor._make_wrapper_subclass(
                 cls, size, strides=strides, storage_offset=offset, dtype=dtype, device=codes.device
             )
         self.codes, self.exponents, self.format, self.base_shape = codes, exponents, format, torch.Size(shape)
+        self._layout = layout
         self.is_view = view is not None and (
             self.shape != self.base_shape or self.stride() != contiguous_strides(self.base_shape)
         )
@@ -96,7 +101,8 @@ class QTensor(torch.Tensor):
     def with_codes(self, codes: Tensor, exponents: Tensor | None, dtype: torch.dtype | None = None) -> QTensor:
         """Return a QTensor like this one, or a view like this one, over other codes."""
         view = (self.shape, self.stride(), self.storage_offset()) if self.is_view else None
-        return QTensor(codes, exponents, self.format, self.base_shape, dtype or self.dtype, view)
+        layout = self._layout if dtype is None else None
+        return QTensor(codes, exponents, self.format, self.base_shape, dtype or self.dtype, view, layout)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> QTensor:
         if id(self) not in memo:
@@ -121,7 +127,10 @@ class QTensor(torch.Tensor):
 
     def check(self) -> None:
         """Raise ValueError if codes or exponents are not what format and shape need, RuntimeError if they were freed."""
-        check_codes(self.codes, self.exponents, self.format, self.base_shape)
+        if self._layout is None:
+            check_codes(self.codes, self.exponents, self.format, self.base_shape)
+        else:
+            check_layout(self._layout, self.codes, self.exponents)
 
     def unpacked(self) -> Tensor:
         """Return the codes, one an element, in `base_shape`. Raise if their memory has changed since they were given."""
@@ -130,7 +139,14 @@ class QTensor(torch.Tensor):
 
     def decode_base(self) -> Tensor:
         """Return all numbers that the codes stand for, in `base_shape`; no gradients pass."""
-        values = decode_values(self.unpacked(), self.exponents, self.format)
+        codes = self.codes
+        if self.format.storage_bits <= 4 or codes.shape != self.base_shape or not codes.is_contiguous():
+            codes = self.unpacked()
+        try:
+            values = decode_values(codes, self.exponents, self.format)  # checks the same as `check`
+        except ValueError:
+            self.check()  # which may know a better reason
+            raise
         return values if self.dtype == torch.float32 else values.to(self.dtype)
 
     def decode_detached(self) -> Tensor:
@@ -229,9 +245,12 @@ def _rebuild(*parts: Any) -> Tensor:
     return nn.Parameter(q, requires_grad) if is_parameter else q.requires_grad_(requires_grad)
 
 
-@lru_cache(maxsize=1024)
-def _check_dtype(dtype: torch.dtype, format: Format) -> None:
+@lru_cache(maxsize=4096)
+def _checked_layout(format: Format, shape: torch.Size, dtype: torch.dtype) -> CodeLayout:
+    """Return the layout of a QTensor; raise if its dtype cannot hold the numbers of the format."""
+    layout = code_layout(format, shape)
     check_holds(dtype, format)
+    return layout
 
 
 torch.serialization.add_safe_globals([_rebuild, *FORMATS])  # torch.load may take these for data

@@ -132,7 +132,7 @@ def _view(func: Any, q: QTensor, *args: Any, **kwargs: Any) -> Any:
 
     def over_codes(v: Tensor) -> QTensor:
         view = (v.shape, v.stride(), v.storage_offset())
-        return QTensor(q.codes, q.exponents, q.format, q.base_shape, q.dtype, view)
+        return QTensor(q.codes, q.exponents, q.format, q.base_shape, q.dtype, view, q._layout)
 
     if isinstance(seen, Tensor) and seen.dtype != q.dtype:  # other bits of the same memory, which does not exist
         return func(q.decode_detached(), *args, **kwargs)
