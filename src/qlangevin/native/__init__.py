@@ -209,7 +209,8 @@ def _kernel_step(
         theta=_memory_if_any(theta, torch.float32, shape),
         codes=None if codes is None else _memory(codes, codes.dtype, shape),  # `unpacked` has checked the dtype
         exponents=None if exponents is None else _memory(exponents, torch.int8, exponents.shape),
-        code_bytes=0 if codes is None else codes.itemsize, accumulator=_memory_if_any(t.accumulator, torch.float32, shape), gradient=_memory(t.gradient, torch.float32, shape),
+        code_bytes=0 if codes is None else codes.itemsize,
+        accumulator=_memory_if_any(t.accumulator, torch.float32, shape), gradient=_memory(t.gradient, torch.float32, shape),
         numel=t.gradient.numel(), seed=t.key.seed, stream=t.key.stream, step=t.key.step,
         weights=grid(weights, shape), gradients=grid(gradients, shape), accumulators=grid(accumulator, shape),
     )  # fmt: skip
