@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..quantization.code_memory import packed_shape
 from ..quantization.formats import Format, check_holds
 from ..quantization.qtensor import QTensor
 
@@ -40,6 +41,7 @@ class QShard(QTensor):
 
     def row_bytes(self) -> list[Tensor]:
         """Return the codes, and the exponents if there are any, as matrices with a line for each row."""
+        self.check()
         rows, row = self.base_shape[0], torch.Size((1, *self.full_shape[1:]))
         found = [self.codes.view(rows, row.numel() if self.format.storage_bits > 4 else row.numel() // 2)]
         if self.exponents is not None:
@@ -88,6 +90,8 @@ def join_rows(shard: QShard, row_bytes: list[Tensor], dtype: torch.dtype) -> QTe
 
 def _view_codes(codes: Tensor, format: Format, shape: torch.Size) -> Tensor:
     """Return codes in the shape of the tensor; flat if two share a byte."""
+    if codes.numel() != packed_shape(shape, format).numel():
+        return codes  # which QTensor refuses
     return codes.view(shape) if format.storage_bits > 4 else codes.view(-1)
 
 

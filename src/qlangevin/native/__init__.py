@@ -4,22 +4,25 @@
 within a context, which is how the two paths are compared. float64 tensors always take the PyTorch path: the kernels compute
 in float32.
 
-This module is the CPU's backend (see `quantization.backend`). It checks tensors, since the kernels see addresses only.
+This module is the CPU's backend (see `quantization.backend`). The kernels see memory only, an address and a number of bytes.
+So before every call it checks that a tensor has the dtype and the shape that the kernel assumes, is contiguous, and that its
+storage holds all of it; the kernels check each number of bytes against the number of elements and the blocks of the grid.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from functools import lru_cache
-from typing import NamedTuple, cast, get_args
+from typing import Any, NamedTuple, cast, get_args
 
 import torch
 from torch import Tensor
 
 from .._warnings import warn
 from ..quantization import backend
+from ..quantization.code_memory import check_storage, describe_memory
 from ..quantization.formats import FP32, Format, KernelGrid
 from ..quantization.operators import Rounding
 from ..quantization.qtensor import QTensor
@@ -42,15 +45,15 @@ if not available:
     )
 
 
-@contextmanager
-def disabled() -> Iterator[None]:
-    """Run everything on the PyTorch path within this context."""
-    registered = backend.unregister("cpu")
-    try:
-        yield
-    finally:
-        if registered is not None:
-            backend.register("cpu", registered)
+def disabled() -> AbstractContextManager[None]:
+    """Run everything on the PyTorch path within this context, as far as this thread does it.
+
+    It holds for this thread, and for what inherits its `contextvars` (asyncio's tasks, `asyncio.to_thread`), until the
+    context ends. Other threads keep their kernels: those of other users, those started within it, and the ones in which
+    autograd runs the backward of other devices. A backward on the CPU runs in the thread that calls it. Contexts may overlap
+    and end in any order. No result depends on any of this, as the paths agree to the bit.
+    """
+    return backend.suspended(_this_module)
 
 
 def enabled_for(*tensors: Tensor) -> bool:
@@ -89,15 +92,21 @@ def quantize(
 
     Where ``positive``, int8 codes, is zero or less, the result is zero.
     """
-    out = torch.empty_like(x) if out is None else out
+    shape = x.shape
+    x, source = _readable(x, shape)
+    if out is None:
+        out = torch.empty_like(x)
+        target = out.data_ptr(), source[1]
+    else:
+        target = _memory(out, torch.float32, shape)
     scalar = float(variance) if variance is not None and variance.dim() == 0 else 0.0
-    variances = variance if variance is not None and variance.dim() else None
-    _require(torch.float32, x.shape, x, out, variances, move)
-    _require(torch.int8, x.shape, positive)
+    variances = _aligned(variance) if variance is not None and variance.dim() else None
+    move = None if move is None else _aligned(move)
     kernels.quantize(
-        x=x.data_ptr(), out=out.data_ptr(), numel=x.numel(), grid=grid(format, x.shape), rounding=_ROUNDINGS[rounding_],
-        seed=key.seed, stream=key.stream, step=key.step, purpose=purpose, variance=scalar, variances=_address(variances),
-        positive=_address(positive), move=_address(move), threads=torch.get_num_threads(),
+        x=source, out=target, numel=x.numel(), grid=grid(format, shape),
+        rounding=_number(rounding_), seed=key.seed, stream=key.stream, step=key.step, purpose=purpose, variance=scalar,
+        variances=_memory_if_any(variances, torch.float32, shape), positive=_memory_if_any(positive, torch.int8, shape),
+        move=_memory_if_any(move, torch.float32, shape), threads=torch.get_num_threads(),
     )  # fmt: skip
     return out
 
@@ -106,13 +115,10 @@ def quantize_with_codes(
     x: Tensor, format: Format, rounding_: str, key: Key, purpose: int, codes: tuple[Tensor, Tensor]
 ) -> bool:
     """Round x in place and write codes and exponents of the result; return False if it holds a NaN, which has no code."""
-    integers, exponents = codes
-    _require(torch.float32, integers.shape, x)
-    address = x.data_ptr()
+    memory = _memory(x, torch.float32, x.shape)
     return kernels.quantize(
-        x=address, out=address, numel=x.numel(), grid=grid(format, x.shape), rounding=_ROUNDINGS[rounding_],
-        seed=key.seed, stream=key.stream, step=key.step, purpose=purpose, codes=integers.data_ptr(),
-        exponents=exponents.data_ptr(), code_bytes=integers.itemsize, threads=torch.get_num_threads(),
+        x=memory, out=memory, rounding=_number(rounding_), seed=key.seed, stream=key.stream, step=key.step, purpose=purpose,
+        **_coded(*codes, format, x.shape),
     )  # fmt: skip
 
 
@@ -120,8 +126,8 @@ def draw(key: Key, count: int, purpose: int, normal: bool) -> Tensor:
     """Return `random.normal` or `random.centered`, drawn by the kernels."""
     out = torch.empty(count, dtype=torch.float32)
     kernels.draw(
-        out=out.data_ptr(), numel=count, normal=normal, seed=key.seed, stream=key.stream, step=key.step, purpose=purpose,
-        threads=torch.get_num_threads(),
+        out=_memory(out, torch.float32, out.shape), numel=count, normal=normal, seed=key.seed, stream=key.stream,
+        step=key.step, purpose=purpose, threads=torch.get_num_threads(),
     )  # fmt: skip
     return out
 
@@ -131,10 +137,8 @@ def encode(values: Tensor, codes: Tensor, exponents: Tensor, format: Format) -> 
     if format == FP32:
         codes.view(torch.float32).copy_(values)
         return
-    kernels.encode(
-        values=values.data_ptr(), codes=codes.data_ptr(), exponents=exponents.data_ptr(), code_bytes=codes.itemsize,
-        numel=codes.numel(), grid=grid(format, codes.shape), threads=torch.get_num_threads(),
-    )  # fmt: skip
+    values, source = _readable(values, codes.shape)
+    kernels.encode(values=source, **_coded(codes, exponents, format, codes.shape))
 
 
 def decode(values: Tensor, codes: Tensor, exponents: Tensor | None, format: Format) -> None:
@@ -142,34 +146,29 @@ def decode(values: Tensor, codes: Tensor, exponents: Tensor | None, format: Form
     if format == FP32:
         values.copy_(codes.view(torch.float32))
         return
-    kernels.decode(
-        values=values.data_ptr(), codes=codes.data_ptr(), exponents=_address(exponents), code_bytes=codes.itemsize,
-        numel=codes.numel(), grid=grid(format, codes.shape), threads=torch.get_num_threads(),
-    )  # fmt: skip
+    codes = codes if codes.itemsize == 1 else _aligned(codes)
+    kernels.decode(values=_memory(values, torch.float32, codes.shape), **_coded(codes, exponents, format, codes.shape))
 
 
 def relu_with_codes(x: Tensor, out: Tensor, codes: Tensor, exponents: Tensor, format: Format) -> bool:
     """Write relu(x) to ``out``, which may be x, and its codes, for x on the grid; return False if it holds a NaN."""
-    _require(torch.float32, codes.shape, x, out)
+    shape = codes.shape
     return kernels.relu_with_codes(
-        x=x.data_ptr(), out=out.data_ptr(), codes=codes.data_ptr(), exponents=exponents.data_ptr(),
-        code_bytes=codes.itemsize, numel=codes.numel(), grid=grid(format, codes.shape), threads=torch.get_num_threads(),
+        x=_memory(x, torch.float32, shape), out=_memory(out, torch.float32, shape),
+        **_coded(codes, exponents, format, shape),
     )  # fmt: skip
 
 
 def encode_exactly(values: Tensor, codes: Tensor, exponents: Tensor, format: Format) -> bool:
     """Write codes and exponents of any values; return True if they decode to the same bits."""
-    _require(torch.float32, codes.shape, values)
-    return kernels.encode_exactly(
-        values=values.data_ptr(), codes=codes.data_ptr(), exponents=exponents.data_ptr(), code_bytes=codes.itemsize,
-        numel=codes.numel(), grid=grid(format, codes.shape), threads=torch.get_num_threads(),
-    )  # fmt: skip
+    values, source = _readable(values, codes.shape)
+    return kernels.encode_exactly(values=source, **_coded(codes, exponents, format, codes.shape))
 
 
 def first_not_finite(tensors: list[Tensor]) -> int:
     """Return the index of the first of these contiguous float32 tensors that holds an infinity or a NaN, or -1."""
-    addresses, numels = [t.data_ptr() for t in tensors], [t.numel() for t in tensors]
-    return int(kernels.first_not_finite(addresses, numels, torch.get_num_threads()))
+    readable = [_readable(t, t.shape) for t in tensors]
+    return int(kernels.first_not_finite([memory for _, memory in readable], torch.get_num_threads()))
 
 
 class TensorStep(NamedTuple):
@@ -192,7 +191,7 @@ def sgld(
     """
     kernels.sgld(
         [_kernel_step(t, weights, gradients, accumulator) for t in tensors],
-        rounding=_ROUNDINGS[rounding], lr=lr, weight_decay=weight_decay, variance=variance, maximize=maximize,
+        rounding=_number(rounding), lr=lr, weight_decay=weight_decay, variance=variance, maximize=maximize,
         threads=torch.get_num_threads(),
     )  # fmt: skip
 
@@ -200,32 +199,87 @@ def sgld(
 def _kernel_step(
     t: TensorStep, weights: Format | None, gradients: Format | None, accumulator: Format | None
 ) -> kernels.Step:
-    shape, packed = t.gradient.shape, t.theta if isinstance(t.theta, QTensor) else None
-    theta, codes, exponents = (t.theta, None, None) if packed is None else (None, packed.unpacked(), packed.exponents)
-    _require(torch.float32, shape, theta, t.accumulator, t.gradient)
-    if codes is not None:
-        _require(codes.dtype, shape, codes)
+    shape, theta, codes, exponents = t.gradient.shape, None, None, None
+    if not isinstance(t.theta, QTensor):
+        theta = t.theta
+    elif t.theta.format == FP32:  # whose codes are the bits of floats
+        theta, weights = t.theta.unpacked().view(torch.float32), FP32
+    else:
+        codes, exponents, weights = t.theta.unpacked(), t.theta.exponents, t.theta.format
     return kernels.Step(
-        theta=_address(theta), codes=_address(codes), exponents=_address(exponents),
-        code_bytes=0 if codes is None else codes.itemsize, accumulator=_address(t.accumulator),
-        gradient=t.gradient.data_ptr(), numel=t.gradient.numel(), seed=t.key.seed, stream=t.key.stream, step=t.key.step,
-        weights=grid(weights if packed is None else packed.format, shape), gradients=grid(gradients, shape),
-        accumulators=grid(accumulator, shape),
+        theta=_memory_if_any(theta, torch.float32, shape),
+        codes=None if codes is None else _memory(codes, codes.dtype, shape),  # `unpacked` has checked the dtype
+        exponents=None if exponents is None else _memory(exponents, torch.int8, exponents.shape),
+        code_bytes=0 if codes is None else codes.itemsize,
+        accumulator=_memory_if_any(t.accumulator, torch.float32, shape), gradient=_memory(t.gradient, torch.float32, shape),
+        numel=t.gradient.numel(), seed=t.key.seed, stream=t.key.stream, step=t.key.step,
+        weights=grid(weights, shape), gradients=grid(gradients, shape), accumulators=grid(accumulator, shape),
     )  # fmt: skip
 
 
-def _require(dtype: torch.dtype, shape: torch.Size, *tensors: Tensor | None) -> None:
-    """Raise ValueError for a tensor that the kernels, which see its address only, would misread."""
-    for t in tensors:
-        if t is not None and (t.dtype != dtype or t.shape != shape or not t.is_contiguous() or t.device.type != "cpu"):
-            raise ValueError(
-                f"the kernels need a contiguous {dtype} tensor of shape {tuple(shape)} on the CPU, "
-                f"got {t.dtype}, {tuple(t.shape)}, strides {t.stride()}, {t.device}"
-            )
+# ---- tensors as memory
 
 
-def _address(tensor: Tensor | None) -> int:
-    return tensor.data_ptr() if tensor is not None else 0
+def _coded(codes: Tensor, exponents: Tensor | None, format: Format, shape: torch.Size) -> dict[str, Any]:
+    """Return what every kernel takes that reads or writes codes of a tensor."""
+    return {
+        "codes": _memory(codes, format.code_dtype, shape), "exponents": _exponents(exponents, format),
+        "code_bytes": codes.itemsize,
+        "numel": codes.numel(), "grid": grid(format, shape), "threads": torch.get_num_threads(),
+    }  # fmt: skip
+
+
+def _exponents(exponents: Tensor | None, format: Format) -> kernels.Memory | None:
+    """Return the memory of exponents; the kernels know how many a grid has."""
+    if exponents is None:
+        if format.has_exponents:
+            raise ValueError(f"codes of {format} need exponents, got None")
+        return None
+    if exponents.dim() != 1:
+        raise ValueError(f"exponents must have one dimension, got shape {tuple(exponents.shape)}")
+    return _memory(exponents, torch.int8, exponents.shape)
+
+
+def _memory(t: Tensor, dtype: torch.dtype, shape: torch.Size) -> kernels.Memory:
+    """Return (address, bytes); raise ValueError for a tensor that the kernels, which see nothing else of it, would misread."""
+    try:
+        if t.dtype is dtype and t.is_cpu and t.shape == shape and t.is_contiguous():
+            size = t.nbytes
+            if not size or t.untyped_storage().nbytes() >= t.storage_offset() * dtype.itemsize + size:
+                return t.data_ptr(), size
+    except RuntimeError:  # some tensors have no storage
+        pass
+    raise ValueError(
+        f"the kernels need a contiguous {dtype} tensor of shape {tuple(shape)} on the CPU, with all of its memory, "
+        f"got {describe_memory(t)}"
+    )
+
+
+def _memory_if_any(t: Tensor | None, dtype: torch.dtype, shape: torch.Size) -> kernels.Memory | None:
+    return None if t is None else _memory(t, dtype, shape)
+
+
+def _readable(t: Tensor, shape: torch.Size) -> tuple[Tensor, kernels.Memory]:
+    """Return a float32 tensor and its memory, or those of a copy if it begins between two multiples of its item size.
+
+    A tensor over foreign memory may do that.
+    """
+    memory = _memory(t, torch.float32, shape)
+    return (t, memory) if memory[0] % 4 == 0 else _readable(t.clone(), shape)
+
+
+def _aligned(t: Tensor) -> Tensor:
+    """The same for other dtypes and tensors that have not been checked."""
+    if t.layout is not torch.strided or t.data_ptr() % t.itemsize == 0:
+        return t
+    check_storage(t)
+    return t.clone()
+
+
+def _number(rounding: str) -> int:
+    if rounding not in _ROUNDINGS:
+        raise ValueError(f"rounding must be one of {', '.join(_ROUNDINGS)}, got {rounding!r}")
+    return _ROUNDINGS[rounding]
 
 
 _this_module = cast(backend.Kernels, sys.modules[__name__])

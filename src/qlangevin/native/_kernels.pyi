@@ -1,4 +1,8 @@
-"""The compiled module: tensors come as addresses, 0 for none. `native/__init__.py` is its only caller."""
+"""The compiled module: tensors come as memory, (address, bytes). `native/__init__.py` is its only caller."""
+
+from typing import TypeAlias
+
+Memory: TypeAlias = tuple[int, int]
 
 PURPOSES: dict[str, int]
 ROUNDINGS: dict[str, int]
@@ -23,12 +27,12 @@ class Step:
     def __init__(
         self,
         *,
-        theta: int,
-        codes: int,
-        exponents: int,
+        theta: Memory | None,
+        codes: Memory | None,
+        exponents: Memory | None,
         code_bytes: int,
-        accumulator: int,
-        gradient: int,
+        accumulator: Memory | None,
+        gradient: Memory,
         numel: int,
         weights: Grid,
         gradients: Grid,
@@ -43,8 +47,8 @@ def level() -> str: ...
 def use_level(name: str, /) -> None: ...
 def quantize(
     *,
-    x: int,
-    out: int,
+    x: Memory,
+    out: Memory,
     numel: int,
     grid: Grid,
     rounding: int,
@@ -53,11 +57,11 @@ def quantize(
     step: int,
     purpose: int,
     variance: float = 0.0,
-    variances: int = 0,
-    positive: int = 0,
-    move: int = 0,
-    codes: int = 0,
-    exponents: int = 0,
+    variances: Memory | None = None,
+    positive: Memory | None = None,
+    move: Memory | None = None,
+    codes: Memory | None = None,
+    exponents: Memory | None = None,
     code_bytes: int = 0,
     threads: int,
 ) -> bool: ...
@@ -65,18 +69,26 @@ def sgld(
     steps: list[Step], *, rounding: int, lr: float, weight_decay: float, variance: float, maximize: bool, threads: int
 ) -> None: ...
 def encode(
-    *, values: int, codes: int, exponents: int, code_bytes: int, numel: int, grid: Grid, threads: int
+    *, values: Memory, codes: Memory, exponents: Memory | None, code_bytes: int, numel: int, grid: Grid, threads: int
 ) -> None: ...
 def decode(
-    *, values: int, codes: int, exponents: int, code_bytes: int, numel: int, grid: Grid, threads: int
+    *, values: Memory, codes: Memory, exponents: Memory | None, code_bytes: int, numel: int, grid: Grid, threads: int
 ) -> None: ...
 def relu_with_codes(
-    *, x: int, out: int, codes: int, exponents: int, code_bytes: int, numel: int, grid: Grid, threads: int
+    *,
+    x: Memory,
+    out: Memory,
+    codes: Memory,
+    exponents: Memory | None,
+    code_bytes: int,
+    numel: int,
+    grid: Grid,
+    threads: int,
 ) -> bool: ...
 def encode_exactly(
-    *, values: int, codes: int, exponents: int, code_bytes: int, numel: int, grid: Grid, threads: int
+    *, values: Memory, codes: Memory, exponents: Memory | None, code_bytes: int, numel: int, grid: Grid, threads: int
 ) -> bool: ...
 def draw(
-    *, out: int, numel: int, normal: bool, seed: int, stream: int, step: int, purpose: int, threads: int
+    *, out: Memory, numel: int, normal: bool, seed: int, stream: int, step: int, purpose: int, threads: int
 ) -> None: ...
-def first_not_finite(addresses: list[int], numels: list[int], threads: int, /) -> int: ...
+def first_not_finite(tensors: list[Memory], threads: int) -> int: ...

@@ -7,11 +7,14 @@ namespace {
 
 using qlangevin::Recode;
 
-// Fixed point and blocks: code = value / gap.
+// Fixed point and blocks: code = value / gap. Numbers that are on no grid, NaN too, are bounded: converting them is undefined.
 template <class Code>
 void encode_integers(const float *value, Code *code, int64_t n, const Gap &g) {
     const float lift = g.lift, inverse = g.inverse;
-    for (int64_t i = 0; i < n; ++i) code[i] = Code(int32_t(value[i] * lift * inverse));
+    for (int64_t i = 0; i < n; ++i) {
+        const float y = value[i] * lift * inverse, above = y > -kFar ? y : -kFar;
+        code[i] = Code(int32_t(above < kFar ? above : kFar));
+    }
 }
 
 template <class Code>
@@ -21,7 +24,7 @@ void decode_integers(const Code *code, float *value, int64_t n, float gap) {
 
 // The same for bytes, the most frequent case: compilers do not vectorize it well.
 void encode_integers(const float *value, int8_t *code, int64_t n, const Gap &g) {
-    lanes(n, [=](int64_t i, auto part) { part.store(code + i, integers(part.load(value + i) * g.lift * g.inverse)); });
+    lanes(n, [=](int64_t i, auto part) { part.store(code + i, integers(g.of(part.load(value + i)))); });
 }
 
 void decode_integers(const int8_t *code, float *value, int64_t n, float gap) {
@@ -54,9 +57,16 @@ void decode_floats(const Code *code, float *value, int64_t n, const Grid &grid) 
         const int32_t rank = int32_t(bits & (kSign - 1)), binade = rank >> shift;
         const int32_t digits = (rank & (first - 1)) + (binade > 0 ? first : 0);
         const int32_t e = least + (binade > 0 ? binade - 1 : 0);
-        const float gap = as_float(uint32_t(e + (e < -100 ? 64 : 0) + 127) << 23) * (e < -100 ? 0x1p-64f : 1.0f);
+        // A code that stands for no number may have any e: from 128 on 2^e is infinite.
+        const float gap = as_float(uint32_t((e < 128 ? e : 128) + (e < -100 ? 64 : 0) + 127) << 23) * (e < -100 ? 0x1p-64f : 1.0f);
         value[i] = (bits & kSign ? -1.0f : 1.0f) * float(digits) * gap;
     }
+}
+
+// The gap of a block. An exponent that no block has, in a damaged file say, may be below those of float32.
+inline float decoded_gap(const Grid &grid, const int8_t *exponent) {
+    const int gap = exponent ? *exponent - grid.shift : grid.min_gap;
+    return gap < -149 ? 0.0f : power_of_two(gap);
 }
 
 // Calls block(start, length, exponent) for the blocks of begin .. end; fixed point is one block without exponent.
@@ -90,8 +100,7 @@ void decode_as(const Recode &r, int64_t begin, int64_t end) {
     const Code *codes = static_cast<const Code *>(r.codes.codes);
     if (r.grid.kind == Grid::kFloat) return decode_floats(codes + begin, r.values + begin, end - begin, r.grid);
     each_coded_block(r, begin, end, [&](int64_t start, int64_t n, const int8_t *exponent) {
-        const int gap = exponent ? *exponent - r.grid.shift : r.grid.min_gap;
-        decode_integers(codes + start, r.values + start, n, power_of_two(gap));
+        decode_integers(codes + start, r.values + start, n, decoded_gap(r.grid, exponent));
     });
 }
 
@@ -102,7 +111,7 @@ bool same_as(const Recode &r, int64_t begin, int64_t end) {
     const Code *codes = static_cast<const Code *>(r.codes.codes);
     bool same = true;
     each_coded_block(r, begin, end, [&](int64_t start, int64_t n, const int8_t *exponent) {
-        const float gap = power_of_two(exponent ? *exponent - r.grid.shift : r.grid.min_gap);
+        const float gap = decoded_gap(r.grid, exponent);
         float chunk[kChunk];
         for (int64_t i = 0, count; same && i < n; i += count) {
             count = n - i < kChunk ? n - i : kChunk;

@@ -1,4 +1,5 @@
-// The Python module: picks the instruction set and calls its kernels. It trusts its caller, native/__init__.py, to check tensors.
+// The Python module: picks the instruction set and calls its kernels. Tensors come as memory, address and bytes, which is
+// checked against numel and grid (checks.h). native/__init__.py sees to it that a tensor has that memory, and the right dtype.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
@@ -10,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "checks.h"
 #include "kernels.h"
 #include "parallel.h"
 
@@ -55,21 +57,6 @@ void use_level(const std::string &name) {
     throw std::invalid_argument("this machine has no level " + name);
 }
 
-// Ranges must hold whole lines of every block grid; lines of one tensor divide one another.
-int64_t unit(std::initializer_list<const Grid *> grids) {
-    int64_t longest = kTile;
-    bool blocks = false;
-    for (const Grid *g : grids)
-        if (g->kind == Grid::kBlock) {
-            longest = blocks ? std::max(longest, g->line) : g->line;
-            blocks = true;
-        }
-    return std::max<int64_t>(longest, 1);
-}
-
-template <class T>
-T *pointer(uint64_t address) { return reinterpret_cast<T *>(static_cast<uintptr_t>(address)); }
-
 // (seed, stream) to a key, as in quantization/random.py: Philox4x32-7 of (stream, 0, 0) under the seed.
 Source source(uint64_t seed, uint64_t stream, uint64_t step) {
     uint32_t c[4] = {uint32_t(stream), uint32_t(stream >> 32), 0, 0}, k0 = uint32_t(seed), k1 = uint32_t(seed >> 32);
@@ -81,33 +68,58 @@ Source source(uint64_t seed, uint64_t stream, uint64_t step) {
     return {c[0], c[1], uint32_t(step), uint32_t(step >> 32)};
 }
 
-// ---- the functions Python calls; tensors come as addresses, 0 for none
+// ---- the functions Python calls
 
-bool quantize(uint64_t x, uint64_t out, int64_t numel, const Grid &grid, int rounding, uint64_t seed, uint64_t stream,
-              uint64_t step, uint32_t purpose, float variance, uint64_t variances, uint64_t positive, uint64_t move, uint64_t codes,
-              uint64_t exponents, int code_bytes, int threads) {
+bool quantize(const Buffer &x, const Buffer &out, int64_t numel, const Grid &grid, int rounding, uint64_t seed, uint64_t stream,
+              uint64_t step, uint32_t purpose, float variance, const Buffer &variances, const Buffer &positive,
+              const Buffer &move, const Buffer &codes, const Buffer &exponents, int code_bytes, int threads) {
+    check_call(numel, threads);
+    check_variance(variance);
+    Plan plan;
+    plan.add(numel, checked_unit({&grid}, numel));
     Quantize job{};
-    job.x = pointer<const float>(x);
-    job.move = pointer<const float>(move);
-    job.out = pointer<float>(out);
+    job.x = checked<const float>("x", x, numel);
+    job.out = checked<float>("out", out, numel);
+    job.move = checked_if_any<const float>("move", move, numel);
+    if (job.move && rounding == kNearest) throw std::invalid_argument("a move is not rounded to nearest; add it first");
     job.grid = grid;
     job.source = source(seed, stream, step);
-    job.purpose = Purpose(purpose);
-    job.rounding = Rounding(rounding);
+    job.purpose = checked_purpose(purpose);
+    job.rounding = checked_rounding(rounding);
     job.variance = variance;
-    job.variances = pointer<const float>(variances);
-    job.positive = pointer<const int8_t>(positive);
-    job.codes = {pointer<void>(codes), pointer<int8_t>(exponents), code_bytes};
-    Plan plan;
-    plan.add(numel, unit({&grid}));
+    job.variances = checked_if_any<const float>("variances", variances, numel);
+    job.positive = checked_if_any<const int8_t>("positive", positive, numel);
+    if (!codes.absent()) job.codes = checked_codes(codes, exponents, code_bytes, numel, grid);
     return plan.all(threads, [&](const Range &r) { return kernels->quantize(job, r.begin, r.end); });
 }
 
+// Makes a step, all of whose memory is checked.
+void make_step(Step *self, const Buffer &theta, const Buffer &codes, const Buffer &exponents, int code_bytes,
+               const Buffer &accumulator, const Buffer &gradient, int64_t numel, const Grid &weights, const Grid &gradients,
+               const Grid &accumulators, uint64_t seed, uint64_t stream, uint64_t step) {
+    check_call(numel, 1);
+    checked_unit({&weights, &gradients, &accumulators}, numel);
+    require(numel == 0 || theta.absent() != codes.absent(), "a step needs theta or its codes, and not both");
+    Step *s = new (self) Step{};
+    s->theta = checked_if_any<float>("theta", theta, numel);
+    if (theta.absent() && numel) s->codes = checked_codes(codes, exponents, code_bytes, numel, weights);
+    s->accumulator = checked_if_any<float>("accumulator", accumulator, numel);
+    s->gradient = checked<const float>("gradient", gradient, numel);
+    s->numel = numel;
+    s->weights = weights, s->gradients = gradients, s->accumulators = accumulators;
+    s->source = source(seed, stream, step);
+}
+
 void sgld(std::vector<Step> steps, int rounding, float lr, float weight_decay, float variance, bool maximize, int threads) {
+    check_call(0, threads);
+    check_finite("lr", lr);
+    check_finite("weight_decay", weight_decay);
+    check_variance(variance);
+    const Rounding law = checked_rounding(rounding);
     Plan plan;
     for (Step &s : steps) {
-        s.rounding = Rounding(rounding), s.lr = lr, s.weight_decay = weight_decay, s.variance = variance, s.maximize = maximize;
-        plan.add(s.numel, unit({&s.weights, &s.gradients, &s.accumulators}));
+        s.rounding = law, s.lr = lr, s.weight_decay = weight_decay, s.variance = variance, s.maximize = maximize;
+        plan.add(s.numel, checked_unit({&s.weights, &s.gradients, &s.accumulators}, s.numel));
     }
     plan.run(threads, [&] {
         return [&, scratch = std::unique_ptr<float[]>(), size = int64_t(0)](const Range &r) mutable {
@@ -118,65 +130,77 @@ void sgld(std::vector<Step> steps, int rounding, float lr, float weight_decay, f
     });
 }
 
-Recode recode(uint64_t values, uint64_t codes, uint64_t exponents, int code_bytes, const Grid &grid) {
-    return {pointer<float>(values), {pointer<void>(codes), pointer<int8_t>(exponents), code_bytes}, grid};
+// A conversion between numbers and codes, all of whose memory has been checked, and its plan.
+struct Recoding {
+    Recode job;
+    Plan plan;
+
+    Recoding(const Buffer &values, const Buffer &codes, const Buffer &exponents, int code_bytes, int64_t numel, const Grid &grid,
+             int threads) {
+        check_call(numel, threads);
+        plan.add(numel, checked_unit({&grid}, numel));
+        job = {checked<float>("values", values, numel), checked_codes(codes, exponents, code_bytes, numel, grid), grid};
+    }
+};
+
+void encode(const Buffer &values, const Buffer &codes, const Buffer &exponents, int code_bytes, int64_t numel, const Grid &grid,
+            int threads) {
+    const Recoding r(values, codes, exponents, code_bytes, numel, grid, threads);
+    r.plan.run(threads, [&] { return [&](const Range &part) { kernels->encode(r.job, part.begin, part.end); }; });
 }
 
-void encode(uint64_t values, uint64_t codes, uint64_t exponents, int code_bytes, int64_t numel, const Grid &grid, int threads) {
-    const Recode job = recode(values, codes, exponents, code_bytes, grid);
-    Plan plan;
-    plan.add(numel, unit({&grid}));
-    plan.run(threads, [&] { return [&](const Range &r) { kernels->encode(job, r.begin, r.end); }; });
+void decode(const Buffer &values, const Buffer &codes, const Buffer &exponents, int code_bytes, int64_t numel, const Grid &grid,
+            int threads) {
+    const Recoding r(values, codes, exponents, code_bytes, numel, grid, threads);
+    r.plan.run(threads, [&] { return [&](const Range &part) { kernels->decode(r.job, part.begin, part.end); }; });
 }
 
-void decode(uint64_t values, uint64_t codes, uint64_t exponents, int code_bytes, int64_t numel, const Grid &grid, int threads) {
-    const Recode job = recode(values, codes, exponents, code_bytes, grid);
-    Plan plan;
-    plan.add(numel, unit({&grid}));
-    plan.run(threads, [&] { return [&](const Range &r) { kernels->decode(job, r.begin, r.end); }; });
+bool relu_with_codes(const Buffer &x, const Buffer &out, const Buffer &codes, const Buffer &exponents, int code_bytes,
+                     int64_t numel, const Grid &grid, int threads) {
+    const Recoding r(out, codes, exponents, code_bytes, numel, grid, threads);
+    const float *from = checked<const float>("x", x, numel);
+    return r.plan.all(threads, [&](const Range &part) { return kernels->relu_with_codes(from, r.job, part.begin, part.end); });
 }
 
-bool relu_with_codes(uint64_t x, uint64_t out, uint64_t codes, uint64_t exponents, int code_bytes, int64_t numel,
-                     const Grid &grid, int threads) {
-    const Recode job = recode(out, codes, exponents, code_bytes, grid);
-    Plan plan;
-    plan.add(numel, unit({&grid}));
-    return plan.all(threads, [&](const Range &r) {
-        return kernels->relu_with_codes(pointer<const float>(x), job, r.begin, r.end);
-    });
-}
-
-bool encode_exactly(uint64_t values, uint64_t codes, uint64_t exponents, int code_bytes, int64_t numel, const Grid &grid,
-                    int threads) {
-    const Recode job = recode(values, codes, exponents, code_bytes, grid);
-    Plan plan;
-    plan.add(numel, unit({&grid}));
+bool encode_exactly(const Buffer &values, const Buffer &codes, const Buffer &exponents, int code_bytes, int64_t numel,
+                    const Grid &grid, int threads) {
+    const Recoding r(values, codes, exponents, code_bytes, numel, grid, threads);
     std::atomic<bool> same{true};  // the first difference ends the work
-    return plan.all(threads, [&](const Range &r) {
-        const bool good = same.load(std::memory_order_relaxed) && kernels->encode_exactly(job, r.begin, r.end);
+    return r.plan.all(threads, [&](const Range &part) {
+        const bool good = same.load(std::memory_order_relaxed) && kernels->encode_exactly(r.job, part.begin, part.end);
         if (!good) same = false;
         return good;
     });
 }
 
-void draw(uint64_t out, int64_t numel, bool normal, uint64_t seed, uint64_t stream, uint64_t step, uint32_t purpose,
+void draw(const Buffer &out, int64_t numel, bool normal, uint64_t seed, uint64_t stream, uint64_t step, uint32_t purpose,
           int threads) {
+    check_call(numel, threads);
+    const bool narrow = checked_purpose(purpose) == kActivation || purpose == kError;
+    require(!(normal && narrow), "activations and errors are rounded with uniform numbers: no normal ones are drawn for them");
+    float *to = checked<float>("out", out, numel);
     const Source bits = source(seed, stream, step);
     Plan plan;
     plan.add(numel, kTile);
     plan.run(threads, [&] {
-        return [&](const Range &r) { kernels->random(bits, purpose, normal, pointer<float>(out), r.begin, r.end); };
+        return [&](const Range &r) { kernels->random(bits, purpose, normal, to, r.begin, r.end); };
     });
 }
 
 // Returns the index of the first tensor that holds an infinity or a NaN, or -1.
-int64_t first_not_finite(const std::vector<uint64_t> &addresses, const std::vector<int64_t> &numels, int threads) {
+int64_t first_not_finite(const std::vector<Buffer> &tensors, int threads) {
+    check_call(0, threads);
     Plan plan;
-    for (const int64_t numel : numels) plan.add(numel, kTile);
+    std::vector<const float *> numbers;
+    for (const Buffer &t : tensors) {
+        numbers.push_back(checked<const float>("a tensor", t, t.bytes / int64_t(sizeof(float))));
+        check_call(t.bytes, threads);
+        plan.add(t.bytes / int64_t(sizeof(float)), kTile);
+    }
     std::atomic<int64_t> first{INT64_MAX};
     plan.run(threads, [&] {
         return [&](const Range &r) {
-            if (kernels->finite(pointer<const float>(addresses[r.tensor]), r.begin, r.end)) return;
+            if (kernels->finite(numbers[r.tensor], r.begin, r.end)) return;
             int64_t seen = first.load(), mine = int64_t(r.tensor);
             while (mine < seen && !first.compare_exchange_weak(seen, mine)) {}
         };
@@ -193,40 +217,30 @@ NB_MODULE(_kernels, m) {
     nb::class_<Grid>(m, "Grid").def(
         "__init__",
         [](Grid *grid, int kind, int shift, int min_gap, int max_gap, float top, float low, float high, int64_t line, int64_t size) {
-            new (grid) Grid{kind, shift, min_gap, max_gap, top, low, high, line, size};
+            check_grid(*new (grid) Grid{kind, shift, min_gap, max_gap, top, low, high, line, size});
         },
         nb::kw_only(), "kind"_a, "shift"_a, "min_gap"_a, "max_gap"_a, "top"_a, "low"_a, "high"_a, "line"_a, "size"_a);
     nb::class_<Step>(m, "Step").def(
-        "__init__",
-        [](Step *self, uint64_t theta, uint64_t codes, uint64_t exponents, int code_bytes, uint64_t accumulator, uint64_t gradient,
-           int64_t numel, const Grid &weights, const Grid &gradients, const Grid &accumulators, uint64_t seed, uint64_t stream,
-           uint64_t step) {
-            Step *s = new (self) Step{};
-            s->theta = pointer<float>(theta);
-            s->codes = {pointer<void>(codes), pointer<int8_t>(exponents), code_bytes};
-            s->accumulator = pointer<float>(accumulator);
-            s->gradient = pointer<const float>(gradient);
-            s->numel = numel;
-            s->weights = weights, s->gradients = gradients, s->accumulators = accumulators;
-            s->source = source(seed, stream, step);
-        },
-        nb::kw_only(), "theta"_a, "codes"_a, "exponents"_a, "code_bytes"_a, "accumulator"_a, "gradient"_a, "numel"_a, "weights"_a,
-        "gradients"_a, "accumulators"_a, "seed"_a, "stream"_a, "step"_a);
+        "__init__", &make_step, nb::kw_only(), "theta"_a.none(), "codes"_a.none(), "exponents"_a.none(), "code_bytes"_a,
+        "accumulator"_a.none(), "gradient"_a, "numel"_a, "weights"_a, "gradients"_a, "accumulators"_a, "seed"_a, "stream"_a,
+        "step"_a);
     m.def("levels", &levels);
     m.def("level", [] { return std::string(kernels->name); });
     m.def("use_level", &use_level);
     m.def("quantize", &quantize, nb::kw_only(), "x"_a, "out"_a, "numel"_a, "grid"_a, "rounding"_a, "seed"_a, "stream"_a, "step"_a,
-          "purpose"_a, "variance"_a = 0.0f, "variances"_a = 0, "positive"_a = 0, "move"_a = 0, "codes"_a = 0, "exponents"_a = 0,
-          "code_bytes"_a = 0, "threads"_a);
+          "purpose"_a, "variance"_a = 0.0f, "variances"_a = nb::none(), "positive"_a = nb::none(), "move"_a = nb::none(),
+          "codes"_a = nb::none(), "exponents"_a = nb::none(), "code_bytes"_a = 0, "threads"_a);
     m.def("sgld", &sgld, "steps"_a, nb::kw_only(), "rounding"_a, "lr"_a, "weight_decay"_a, "variance"_a, "maximize"_a, "threads"_a);
-    m.def("encode", &encode, nb::kw_only(), "values"_a, "codes"_a, "exponents"_a, "code_bytes"_a, "numel"_a, "grid"_a, "threads"_a);
-    m.def("decode", &decode, nb::kw_only(), "values"_a, "codes"_a, "exponents"_a, "code_bytes"_a, "numel"_a, "grid"_a, "threads"_a);
-    m.def("relu_with_codes", &relu_with_codes, nb::kw_only(), "x"_a, "out"_a, "codes"_a, "exponents"_a, "code_bytes"_a, "numel"_a,
-          "grid"_a, "threads"_a);
-    m.def("encode_exactly", &encode_exactly, nb::kw_only(), "values"_a, "codes"_a, "exponents"_a, "code_bytes"_a, "numel"_a,
+    m.def("encode", &encode, nb::kw_only(), "values"_a, "codes"_a, "exponents"_a.none(), "code_bytes"_a, "numel"_a, "grid"_a,
+          "threads"_a);
+    m.def("decode", &decode, nb::kw_only(), "values"_a, "codes"_a, "exponents"_a.none(), "code_bytes"_a, "numel"_a, "grid"_a,
+          "threads"_a);
+    m.def("relu_with_codes", &relu_with_codes, nb::kw_only(), "x"_a, "out"_a, "codes"_a, "exponents"_a.none(), "code_bytes"_a,
+          "numel"_a, "grid"_a, "threads"_a);
+    m.def("encode_exactly", &encode_exactly, nb::kw_only(), "values"_a, "codes"_a, "exponents"_a.none(), "code_bytes"_a, "numel"_a,
           "grid"_a, "threads"_a);
     m.def("draw", &draw, nb::kw_only(), "out"_a, "numel"_a, "normal"_a, "seed"_a, "stream"_a, "step"_a, "purpose"_a, "threads"_a);
-    m.def("first_not_finite", &first_not_finite);
+    m.def("first_not_finite", &first_not_finite, "tensors"_a, "threads"_a);
 
     // Numbers that Python defines too; a test compares them.
     nb::dict purposes, roundings, kinds;

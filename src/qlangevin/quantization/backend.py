@@ -1,11 +1,14 @@
 """Registry of fused kernels: one backend for each type of device.
 
 A package of kernels registers itself (`native` does for the CPU). Code that has a fast path asks `kernels_for` its tensors and
-runs plain PyTorch if the answer is None. Results are the same to the bit.
+runs plain PyTorch if the answer is None. Results are the same to the bit. `suspended` turns kernels off within a context.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, Protocol
 
 import torch
@@ -14,7 +17,7 @@ from torch import Tensor
 from .formats import Format
 from .random import Key
 
-__all__ = ["Kernels", "kernels_for", "register", "unregister"]
+__all__ = ["Kernels", "kernels_for", "register", "suspended", "unregister"]
 
 
 class Kernels(Protocol):
@@ -67,6 +70,35 @@ def unregister(device_type: str) -> Kernels | None:
     return _backends.pop(device_type, None)
 
 
+class _Suspension:
+    """One entered `suspended`."""
+
+    def __init__(self, kernels: Kernels) -> None:
+        self.kernels = kernels
+
+
+# The suspensions that a context has entered or inherited, and those of all contexts that have not ended. A suspension ends
+# for all who inherited it, in whatever order and wherever it ends: nothing is restored that another one has changed.
+_entered: ContextVar[tuple[_Suspension, ...]] = ContextVar("suspended kernels", default=())
+_lasting: set[_Suspension] = set()
+
+
+@contextmanager
+def suspended(kernels: Kernels) -> Iterator[None]:
+    """Have `kernels_for` return None for these kernels, in this thread and in what inherits its `contextvars`."""
+    suspension = _Suspension(kernels)
+    _lasting.add(suspension)
+    _entered.set((*(s for s in _entered.get() if s in _lasting), suspension))
+    try:
+        yield
+    finally:
+        _lasting.discard(suspension)
+
+
+def _unless_suspended(kernels: Kernels | None) -> Kernels | None:
+    return None if any(s in _lasting and s.kernels is kernels for s in _entered.get()) else kernels
+
+
 def kernels_for(*tensors: Tensor) -> Kernels | None:
     """Return the kernels of the device that all of these tensors are on; None for float64, which no kernel computes in."""
     common: Kernels | None = None
@@ -79,4 +111,4 @@ def kernels_for(*tensors: Tensor) -> Kernels | None:
             if common is not None:
                 return None
             common = found
-    return common
+    return _unless_suspended(common) if _lasting else common

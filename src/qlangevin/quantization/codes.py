@@ -6,12 +6,15 @@ Every number on the grid of a format has a code; the class of the format says wh
 
 from __future__ import annotations
 
+from math import isnan
+
 import torch
 from torch import Tensor
 
 from . import operators
 from .backend import kernels_for
-from .formats import Format, parse
+from .code_memory import check_codes, check_storage, packed_shape
+from .formats import FP32, Format, parse
 
 __all__ = [
     "decode_op",
@@ -28,11 +31,10 @@ __all__ = [
 @operators.operator("encode")
 def encode_op(values: Tensor, format: str) -> tuple[Tensor, Tensor]:
     """Return (codes, exponents) of float32 numbers on the grid; formats without blocks have no exponents."""
-    if bool(values.isnan().any()):
-        raise ValueError(
-            "cannot encode NaN: no code stands for it; look for its origin, or replace it with torch.nan_to_num"
-        )
-    parsed, kernels = parse(format), kernels_for(values)
+    parsed = parse(format)
+    _check_numbers(values, parsed)
+    values = values.contiguous()
+    kernels = kernels_for(values)
     if kernels is None:
         return parsed.encode(values)
     codes, exponents = empty_codes(values, parsed)
@@ -40,9 +42,32 @@ def encode_op(values: Tensor, format: str) -> tuple[Tensor, Tensor]:
     return codes, exponents
 
 
+def _check_numbers(values: Tensor, format: Format) -> None:
+    """Raise ValueError for what is no float32 tensor, or holds a number out of range, which has no code."""
+    if values.dtype != torch.float32:
+        raise ValueError(f"only float32 numbers can be encoded, got {values.dtype}; convert them with .float() first")
+    if values.numel() == 0:
+        return
+    check_storage(values)
+    low, high = (float(x) for x in torch.aminmax(values))
+    if isnan(low):  # or high: a NaN spoils both
+        raise ValueError(
+            "cannot encode NaN: no code stands for it; look for its origin, or replace it with torch.nan_to_num"
+        )
+    if low < format.low or high > format.high:
+        raise ValueError(
+            f"cannot encode numbers from {low:.6g} to {high:.6g} as {format}, which has those from {format.low:.6g} to "
+            f"{format.high:.6g}; round them first, with quantize"
+        )
+
+
 @operators.operator("decode")
 def decode_op(codes: Tensor, exponents: Tensor | None, format: str) -> Tensor:
     """Return the float32 numbers that codes stand for."""
+    check_storage(codes)
+    if exponents is not None:
+        check_storage(exponents)
+        exponents = exponents.contiguous()
     return _decode(codes, exponents, parse(format))
 
 
@@ -55,11 +80,12 @@ def decode_values(codes: Tensor, exponents: Tensor | None, format: Format) -> Te
 
 
 def _decode(codes: Tensor, exponents: Tensor | None, format: Format) -> Tensor:
-    kernels = kernels_for(codes)
-    if kernels is None:
+    kernels, codes = kernels_for(codes), codes.contiguous()
+    if kernels is None or format == FP32:
+        check_codes(codes, exponents, format, codes.shape, packed=False)
         return format.decode(codes, exponents)
     values = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
-    kernels.decode(values, codes.contiguous(), exponents, format)
+    kernels.decode(values, codes, exponents, format)  # which checks the same
     return values
 
 
@@ -99,15 +125,11 @@ def _(values: Tensor, format: str) -> tuple[Tensor, Tensor]:
 
 @operators.fake("decode")
 def _(codes: Tensor, exponents: Tensor | None, format: str) -> Tensor:
+    check_codes(codes, exponents, parse(format), codes.shape, packed=False)
     return codes.new_empty(codes.shape, dtype=torch.float32)
 
 
 # ---- two 4-bit codes in a byte
-
-
-def packed_shape(shape: torch.Size, format: Format) -> torch.Size:
-    """Return the shape of the packed codes of a tensor: a flat row of bytes if two codes share one."""
-    return torch.Size((-(-shape.numel() // 2),)) if format.storage_bits == 4 else shape
 
 
 def pack_codes(codes: Tensor, format: Format) -> Tensor:
@@ -121,6 +143,6 @@ def pack_codes(codes: Tensor, format: Format) -> Tensor:
 def unpack_codes(packed: Tensor, shape: torch.Size, format: Format) -> Tensor:
     """Return the stored codes of a tensor of this shape, one an element."""
     if format.storage_bits > 4:
-        return packed.view(shape)
+        return packed
     low, high = (packed << 4) >> 4, packed >> 4  # arithmetic shifts extend the sign
     return torch.stack((low, high), 1).view(-1)[: shape.numel()].view(shape)

@@ -72,6 +72,10 @@ class Format(ABC):
     narrower: ClassVar[str] = "a narrower format"  # a remedy where a dtype cannot hold all numbers of the format
     has_exponents: ClassVar[bool] = False  # True if codes come with exponents, one for each block
 
+    def __setstate__(self, state: Any) -> None:
+        """Take the fields that a file holds, checked as the constructor checks them."""
+        self.__init__(**state)  # type: ignore[misc]
+
     @classmethod
     @abstractmethod
     def from_name(cls, name: str) -> Format | None:

@@ -7,7 +7,9 @@ codes, and how Q^vc is drawn on it; see `Format` for all of it. `rounding` has t
 from __future__ import annotations
 
 import math
+from dataclasses import fields
 from functools import lru_cache
+from typing import Any, cast
 
 import torch
 
@@ -31,6 +33,7 @@ __all__ = [
     "GridKind",
     "KernelGrid",
     "binade",
+    "check_format",
     "check_holds",
     "parse",
     "power_of_two",
@@ -57,6 +60,17 @@ def _parse_name(name: str) -> Format:
         f"unknown format {name!r}; a format is written like fixed8.3 (8 bits, 3 of them fractional), bfp8, bfp8/tensor, "
         f"bfp8/32 (block floating point), e4m3 (floating point), or is one of {', '.join(Float.HARDWARE)}"
     )
+
+
+def check_format(format: object) -> Format:
+    """Return a format that comes from a file, made anew so that its fields are checked; raise ValueError if it is none."""
+    if type(format) not in FORMATS:
+        raise ValueError(f"a format is a FixedPoint, BlockFloat or Float, got {type(format).__name__}")
+    known = cast(Any, format)
+    try:
+        return cast(Format, type(format)(**{field.name: getattr(known, field.name) for field in fields(known)}))
+    except (AttributeError, TypeError) as error:
+        raise ValueError(f"{type(format).__name__} has fields that no format has: {error}") from error
 
 
 def check_holds(dtype: torch.dtype, format: Format) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 from .._validate import check_choice
 from . import formats, random, rounding
 from .backend import kernels_for
+from .code_memory import check_storage
 from .formats import Format, parse
 from .laws import Mean
 from .random import Key
@@ -71,6 +72,14 @@ def working_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def working_values(x: Tensor) -> Tensor:
+    """Return x, contiguous and in its working dtype; raise ValueError if it would have to be read but has lost its memory."""
+    if x.dtype is torch.float32 and x.is_contiguous():
+        return x  # kernels check the memory themselves
+    check_storage(x)
+    return x.contiguous().to(working_dtype(x.dtype))
+
+
 def check(x: Tensor, format: str) -> Format:
     """Return the parsed format; raise if the dtype of x cannot hold its numbers."""
     parsed = parse(format)
@@ -81,9 +90,12 @@ def check(x: Tensor, format: str) -> Format:
 @operator("quantize")
 def quantize_op(x: Tensor, format: str, rounding_: str, seed: int, stream: int, step: int, purpose: int) -> Tensor:
     """Return Q^d(x) or Q^s(x); see `quantize`."""
-    parsed, values = check(x, format), x.contiguous().to(working_dtype(x.dtype))
+    if rounding_ not in ("nearest", "stochastic"):
+        raise ValueError(f"rounding must be nearest or stochastic, got {rounding_!r}")
+    parsed, values = check(x, format), working_values(x)
     kernels, key = kernels_for(values), key_of(seed, stream, step)
     if kernels is None:
+        check_storage(values)
         return rounding.quantize_values(values, parsed, rounding_, key, purpose).to(x.dtype)
     return kernels.quantize(values, parsed, rounding_, key, purpose).to(x.dtype)
 
@@ -94,9 +106,10 @@ def corrected_op(
 ) -> Tensor:
     """Return Q^vc(μ, v); see `corrected`."""
     parsed, dtype = check(mu, format), working_dtype(mu.dtype)
-    v, values = check_variance(variance, mu, dtype), mu.contiguous().to(dtype)
+    v, values = check_variance(variance, mu, dtype), working_values(mu)
     kernels, key = kernels_for(values), key_of(seed, stream, step)
     if kernels is None or algorithm == "paper":
+        check_storage(values)
         return rounding.corrected_values(values, v, parsed, algorithm, key).to(mu.dtype)
     return kernels.quantize(values, parsed, "corrected", key, random.ROUNDING, v).to(mu.dtype)
 
@@ -117,8 +130,12 @@ def draw(mu: Mean, variance: Tensor, format: Format, key: Key, algorithm: Algori
 
 def check_variance(variance: Tensor, mu: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the variance as the computation takes it. Reads the tensor, so it has to be called inside an operator."""
+    check_storage(variance)
     spread = variance.to(mu.device, dtype)
-    spread = spread.expand_as(mu).contiguous() if spread.dim() else spread
+    try:
+        spread = spread.expand_as(mu).contiguous() if spread.dim() else spread
+    except RuntimeError as error:
+        raise ValueError(f"variance must be a number or broadcast to μ: {error}") from None
     if spread.dim() == 0:
         worst = None if 0 <= spread.item() < math.inf else variance.item()
     else:

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
 
 from . import operators
+from .code_memory import CodeLayout, check_codes, check_layout, check_view, code_layout
 from .codes import decode_values, encode_exactly, encode_op, pack_codes, unpack_codes
-from .formats import FORMATS, Format, parse
+from .formats import FORMATS, Format, check_format, check_holds, parse
 from .operators import Rounding
 from .random import Key
 
@@ -35,6 +37,7 @@ class QTensor(torch.Tensor):
     format: Format
     base_shape: torch.Size  # the shape of the tensor that the codes stand for; a view may have another one
     is_view: bool
+    _layout: CodeLayout | None  # None for codes that have no memory
 
     dispatch: ClassVar[Callable[[Any, Any, Any], Any]]  # set by `qtensor_dispatch`
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -42,14 +45,22 @@ class QTensor(torch.Tensor):
     @staticmethod
     def __new__(
         cls, codes: Tensor, exponents: Tensor | None, format: Format, shape: torch.Size, dtype: torch.dtype,
-        view: tuple[Sequence[int], Sequence[int], Any] | None = None,
+        view: tuple[Sequence[int], Sequence[int], Any] | None = None, layout: CodeLayout | None = None,
     ) -> QTensor:  # fmt: skip
+        if type(codes) is Tensor:
+            layout = layout or _checked_layout(format, torch.Size(shape), dtype)
+            check_layout(layout, codes, exponents, may_be_freed=True)
+            if view is not None:
+                check_view(view, layout.shape)
+        else:
+            check_codes(codes, exponents, format, torch.Size(shape))
         size, strides, offset = view or (shape, contiguous_strides(shape), 0)
         with torch.inference_mode(False):  # so that views of it can be taken inside and outside of that mode
             self: QTensor = torch.Tensor._make_wrapper_subclass(
                 cls, size, strides=strides, storage_offset=offset, dtype=dtype, device=codes.device
             )
         self.codes, self.exponents, self.format, self.base_shape = codes, exponents, format, torch.Size(shape)
+        self._layout = layout
         self.is_view = view is not None and (
             self.shape != self.base_shape or self.stride() != contiguous_strides(self.base_shape)
         )
@@ -90,10 +101,12 @@ class QTensor(torch.Tensor):
     def with_codes(self, codes: Tensor, exponents: Tensor | None, dtype: torch.dtype | None = None) -> QTensor:
         """Return a QTensor like this one, or a view like this one, over other codes."""
         view = (self.shape, self.stride(), self.storage_offset()) if self.is_view else None
-        return QTensor(codes, exponents, self.format, self.base_shape, dtype or self.dtype, view)
+        layout = self._layout if dtype is None else None
+        return QTensor(codes, exponents, self.format, self.base_shape, dtype or self.dtype, view, layout)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> QTensor:
         if id(self) not in memo:
+            self.check()
             other = self.with_codes(copy.deepcopy(self.codes, memo), copy.deepcopy(self.exponents, memo))
             memo[id(self)] = nn.Parameter(other, self.requires_grad) if isinstance(self, nn.Parameter) else other
             memo[id(self)].requires_grad_(self.requires_grad)
@@ -102,6 +115,7 @@ class QTensor(torch.Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         view = (tuple(self.shape), self.stride(), self.storage_offset()) if self.is_view else None
+        self.check()
         about = (self.codes, self.exponents, self.format, tuple(self.base_shape), self.dtype, view)
         return _rebuild, (*about, self.requires_grad, isinstance(self, nn.Parameter))
 
@@ -111,16 +125,28 @@ class QTensor(torch.Tensor):
     def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError("a QTensor has no memory others could read; decode() it first")
 
+    def check(self) -> None:
+        """Raise ValueError if codes or exponents are not what format and shape need, RuntimeError if they were freed."""
+        if self._layout is None:
+            check_codes(self.codes, self.exponents, self.format, self.base_shape)
+        else:
+            check_layout(self._layout, self.codes, self.exponents)
+
     def unpacked(self) -> Tensor:
-        """Return the codes, one an element, in `base_shape`."""
+        """Return the codes, one an element, in `base_shape`. Raise if their memory has changed since they were given."""
+        self.check()
         return unpack_codes(self.codes, self.base_shape, self.format)
 
     def decode_base(self) -> Tensor:
         """Return all numbers that the codes stand for, in `base_shape`; no gradients pass."""
-        codes = self.unpacked()
-        if type(codes) is Tensor and codes.data_ptr() == 0 and codes.numel() > codes.untyped_storage().nbytes():
-            raise RuntimeError("the codes of these weights were freed: a sharded layer has them only while it computes")
-        values = decode_values(codes, self.exponents, self.format)
+        codes = self.codes
+        if self.format.storage_bits <= 4 or codes.shape != self.base_shape or not codes.is_contiguous():
+            codes = self.unpacked()
+        try:
+            values = decode_values(codes, self.exponents, self.format)  # checks the same as `check`
+        except ValueError:
+            self.check()  # which may know a better reason
+            raise
         return values if self.dtype == torch.float32 else values.to(self.dtype)
 
     def decode_detached(self) -> Tensor:
@@ -137,6 +163,7 @@ class QTensor(torch.Tensor):
 
     def overwrite(self, values: Tensor) -> None:
         """Replace all numbers of `base_shape` by others, rounded to nearest."""
+        self.check()
         new = encode(values, self.format)
         self.codes.copy_(new.codes)
         if self.exponents is not None and new.exponents is not None:
@@ -201,10 +228,29 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _rebuild(*parts: Any) -> Tensor:
-    """Return the tensor that `QTensor.__reduce_ex__` took apart."""
-    codes, exponents, format, base_shape, dtype, view, requires_grad, is_parameter = parts
-    q = QTensor(codes, exponents, format, torch.Size(base_shape), dtype, view)
+    """Return the tensor that `QTensor.__reduce_ex__` took apart; raise ValueError if a file holds anything else."""
+    try:
+        codes, exponents, format, base_shape, dtype, view, requires_grad, is_parameter = parts
+        format, shape = check_format(format), torch.Size(base_shape)
+        if not (isinstance(dtype, torch.dtype) and type(requires_grad) is bool and type(is_parameter) is bool):
+            raise ValueError(f"dtype and two flags are expected, got {dtype!r}, {requires_grad!r}, {is_parameter!r}")
+        if not (view is None or (type(view) is tuple and len(view) == 3)):
+            raise ValueError(f"a view must be size, strides and offset, got {view!r}")
+        check_codes(codes, exponents, format, shape)
+        q = QTensor(codes, exponents, format, shape, dtype, view)
+    except (AttributeError, RuntimeError, TypeError, ValueError) as error:
+        raise ValueError(f"a stored QTensor is damaged: {error}") from error
+    if type(codes) is Tensor and not codes.is_meta and not format.are_codes(q.unpacked(), exponents):
+        raise ValueError(f"a stored QTensor is damaged: some of its codes stand for no number of {format}")
     return nn.Parameter(q, requires_grad) if is_parameter else q.requires_grad_(requires_grad)
+
+
+@lru_cache(maxsize=4096)
+def _checked_layout(format: Format, shape: torch.Size, dtype: torch.dtype) -> CodeLayout:
+    """Return the layout of a QTensor; raise if its dtype cannot hold the numbers of the format."""
+    layout = code_layout(format, shape)
+    check_holds(dtype, format)
+    return layout
 
 
 torch.serialization.add_safe_globals([_rebuild, *FORMATS])  # torch.load may take these for data

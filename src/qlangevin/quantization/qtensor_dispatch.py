@@ -61,6 +61,7 @@ def _alias(q: QTensor) -> QTensor:
 def _clone(q: QTensor, *, memory_format: Any = torch.preserve_format) -> Tensor:
     if q.is_view and not (memory_format == torch.preserve_format and _is_permutation(q)):
         return q.decode_detached().clone(memory_format=memory_format)
+    q.check()
     return q.with_codes(q.codes.clone(), None if q.exponents is None else q.exponents.clone())
 
 
@@ -78,6 +79,7 @@ def _to_copy(q: QTensor, *, dtype: torch.dtype | None = None, device: Any = None
         return NotImplemented
     if dtype is not None:
         check_holds(dtype, q.format)
+    q.check()
     exponents = None if q.exponents is None else q.exponents.to(device, copy=True)
     return q.with_codes(q.codes.to(device, copy=True), exponents, dtype)
 
@@ -89,6 +91,8 @@ def _copy(q: QTensor, source: Tensor, non_blocking: bool = False) -> Any:
         return NotImplemented
     if source.format != q.format or source.base_shape != q.base_shape:
         return NotImplemented
+    q.check()
+    source.check()  # or one exponent, say, would be copied to all rows
     q.codes.copy_(source.codes, non_blocking)
     if q.exponents is not None:
         q.exponents.copy_(cast(Tensor, source.exponents), non_blocking)
@@ -100,10 +104,12 @@ def _embedding(q: QTensor, indices: Tensor, *_: Any) -> Any:
     """Decode only the rows that are asked for."""
     if q.is_view:
         return NotImplemented
-    rows, exponents = indices.reshape(-1), q.exponents
+    codes, rows, exponents = q.unpacked(), indices.reshape(-1), q.exponents
     if exponents is not None and not q.format.cuts_blocks(q.base_shape, (0,)):
         exponents = exponents.view(q.base_shape[0], -1).index_select(0, rows).reshape(-1)
-    values = decode_values(q.unpacked().index_select(0, rows), exponents, q.format).to(q.dtype)
+    elif exponents is not None and rows.numel() == 0:
+        exponents = exponents[:0]  # no numbers have no block
+    values = decode_values(codes.index_select(0, rows), exponents, q.format).to(q.dtype)
     return values.view(*indices.shape, q.base_shape[1])
 
 
@@ -126,7 +132,7 @@ def _view(func: Any, q: QTensor, *args: Any, **kwargs: Any) -> Any:
 
     def over_codes(v: Tensor) -> QTensor:
         view = (v.shape, v.stride(), v.storage_offset())
-        return QTensor(q.codes, q.exponents, q.format, q.base_shape, q.dtype, view)
+        return QTensor(q.codes, q.exponents, q.format, q.base_shape, q.dtype, view, q._layout)
 
     if isinstance(seen, Tensor) and seen.dtype != q.dtype:  # other bits of the same memory, which does not exist
         return func(q.decode_detached(), *args, **kwargs)
