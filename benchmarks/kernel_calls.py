@@ -22,6 +22,7 @@ from qlangevin.quantization import random as bits
 from qlangevin.quantization import rounding as plain
 from qlangevin.quantization.code_memory import FREED
 from qlangevin.quantization.formats import FP32, BlockFloat, Format, parse
+from qlangevin.quantization.laws import Mean
 from qlangevin.quantization.random import Key
 
 REFUSED, COMPUTED = "refused", "computed"
@@ -121,13 +122,17 @@ class Case:
         variance = rng.choice((0.0, 1e-6, 1e-3, 1.0, 1e6))
         return cls(parse(rng.choice(NAMES)), shape, x, key, rng.choice(ROUNDINGS), purpose, variance)
 
-    def quantized(self, x: Tensor, format: Format | None = None, variances: Tensor | None = None) -> Tensor:
-        """Return what the PyTorch path makes of x."""
+    def quantized(
+        self, x: Tensor, format: Format | None = None, variances: Tensor | None = None, move: Tensor | None = None
+    ) -> Tensor:
+        """Return what the PyTorch path makes of x, or of x + move."""
         format = format or self.format
-        if self.rounding != "corrected":
+        if self.rounding == "corrected":
+            v = torch.tensor(self.variance) if variances is None else variances
+            return plain.corrected_values(Mean(x, move), v, format, "exact", self.key)
+        if move is None:
             return plain.quantize_values(x, format, self.rounding, self.key, self.purpose)
-        v = torch.tensor(self.variance) if variances is None else variances
-        return plain.corrected_values(x, v, format, "exact", self.key)
+        return x + move if format == FP32 else plain.stochastic(Mean(x, move), format, self.key, self.purpose)
 
     def coded(self) -> tuple[Tensor, Tensor]:
         """Return codes, one an element, and exponents; a few are those of no number."""
@@ -198,13 +203,16 @@ def raw_quantize(rng: Random) -> str:
     out, before = torch.full(case.shape, 7.0), case.x.clone()
     variances = torch.rand(case.shape) * case.variance if rng.random() < 0.3 and case.rounding == "corrected" else None
     codes, exponents = case.coded() if rng.random() < 0.4 and case.format != FP32 else (None, None)
+    has_move = rng.random() < 0.3 and case.rounding != "nearest"
+    move = torch.randn(case.shape) * 10.0 ** rng.uniform(-9, 5) if has_move else None
     other = Case.draw(rng)
     format, shape = (case.format, case.shape) if rng.random() < 0.7 else (other.format, other.shape)
     arguments: dict[str, Any] = {
         "x": memory(case.x), "out": memory(out), "numel": case.x.numel(), "grid": raw_grid(format, shape),
         "rounding": ROUNDINGS.index(case.rounding), "seed": case.key.seed, "stream": case.key.stream, "step": case.key.step,
-        "purpose": case.purpose, "variance": case.variance, "variances": memory(variances), "codes": memory(codes),
-        "exponents": memory(exponents), "code_bytes": codes.itemsize if codes is not None else 0, "threads": threads,
+        "purpose": case.purpose, "variance": case.variance, "variances": memory(variances), "move": memory(move),
+        "codes": memory(codes), "exponents": memory(exponents), "code_bytes": codes.itemsize if codes is not None else 0,
+        "threads": threads,
     }  # fmt: skip
     spoiled = rng.random() < 0.6
     if spoiled:
@@ -216,7 +224,10 @@ def raw_quantize(rng: Random) -> str:
     if not spoiled:
         gridded = as_gridded(format, shape, before.numel())
         v = None if variances is None else variances.view(gridded[1])
-        expect(same(out.view(gridded[1]), case.quantized(before.view(gridded[1]), gridded[0], v)), f"{case} differs")
+        by = None if move is None else move.view(gridded[1])
+        expect(
+            same(out.view(gridded[1]), case.quantized(before.view(gridded[1]), gridded[0], v, by)), f"{case} differs"
+        )
     return COMPUTED
 
 

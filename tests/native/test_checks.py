@@ -42,7 +42,10 @@ class Tensors:
         settings = {"rounding": 2, "lr": 0.1, "weight_decay": 0.0, "variance": 0.1, "maximize": False, "threads": 1}
         one, law = [k.Step(**step)], {"rounding": 1, "purpose": 0, "variance": 0.0}
         return {
-            "quantize": (k.quantize, {"x": x, "out": out, **law, **BITS, **self.coded, **self.shared}),
+            "quantize": (
+                k.quantize,
+                {"x": x, "out": out, "move": memory(self.gradient), **law, **BITS, **self.coded, **self.shared},
+            ),
             "encode": (k.encode, {"values": x, **self.coded, **self.shared}),
             "decode": (k.decode, {"values": out, **self.coded, **self.shared}),
             "encode_exactly": (k.encode_exactly, {"values": x, **self.coded, **self.shared}),
@@ -75,7 +78,7 @@ def test_every_argument_is_checked(name: str) -> None:
         "numel": [-1, 0, 23, 25, 48, 2**60, 2**63 - 1],
         "threads": [0, -1],
         "rounding": [-1, 3],
-        "purpose": [8, 2**32 - 1],
+        "purpose": [11, 2**32 - 1],
         "variance": [-1.0, math.nan, math.inf],
         "lr": [math.nan, math.inf],
         "weight_decay": [math.nan],
