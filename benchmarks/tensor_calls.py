@@ -22,7 +22,7 @@ from qlangevin.quantization.operators import key_bits
 from qlangevin.quantization.qtensor import decoded
 from qlangevin.sampling.step import StepSettings, TensorStep, _step_by_pytorch, step_tensors
 
-from .corrupt_tensors import ALL, DENSE, SOUND, UNSOUND, corrupt, corrupt_codes, is_odd, worst
+from .corrupt_tensors import ALL, DENSE, SOUND, UNSOUND, UNSURE, corrupt, corrupt_codes, is_odd, judge, worst
 from .kernel_calls import COMPUTED, NAMES, REFUSED, ROUNDINGS, Case, attempt, expect, randomize_codes, same
 
 # ---- the functions of qlangevin.native
@@ -89,6 +89,12 @@ def step_call(rng: Random) -> str:
     s = StepSettings(0.1, 1000, weight_decay=1e-3, rounding=rounding, **names)  # type: ignore[arg-type]
     other = TensorStep(theta.clone(), t["gradient"].clone(), case.key, values.clone() if "accumulator" in t else None)
     verdict = corrupt(t, rng, DENSE)
+    if (
+        not packed
+        and len({u.shape for u in t.values()}) == 1
+        and all(judge(u, values.new_empty(u.shape)) == SOUND for u in t.values())
+    ):
+        verdict = SOUND if t["gradient"].shape == case.shape else UNSURE  # all have another shape, the same
     if isinstance(theta, ql.QTensor) and rng.random() < 0.3:
         verdict = worst(verdict, corrupt_codes(theta, rng))
     step = TensorStep(t.get("theta", theta), t["gradient"], case.key, t.get("accumulator"))

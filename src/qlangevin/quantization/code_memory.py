@@ -137,14 +137,11 @@ def check_view(view: tuple[Any, Any, Any], shape: torch.Size) -> None:
 
 def check_storage(t: Tensor) -> None:
     """Raise ValueError if a tensor's storage was freed or made smaller: any operation on it would read what is not its own."""
-    if type(t) is Tensor and _has_storage(t) and (needed := t.nbytes):
-        needed = (
-            needed
-            if t.is_contiguous()
-            else (1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))) * t.itemsize
-        )
-        if t.untyped_storage().nbytes() < t.storage_offset() * t.itemsize + needed:
-            raise ValueError(f"a tensor must have all of its memory, got {describe_memory(t)}")
+    if type(t) is not Tensor or not t.numel() or t.layout is not torch.strided or not _has_storage(t):
+        return
+    last = t.numel() - 1 if t.is_contiguous() else sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
+    if t.untyped_storage().nbytes() < (t.storage_offset() + last + 1) * t.itemsize:
+        raise ValueError(f"a tensor must have all of its memory, got {describe_memory(t)}")
 
 
 def describe_memory(t: Tensor) -> str:
@@ -180,7 +177,7 @@ def _check_tensor(
 
 def _check_exponents(exponents: Tensor | None, layout: CodeLayout, may_be_freed: bool) -> None:
     if layout.exponents is None:
-        if exponents is not None and (exponents.numel() or exponents.dtype != torch.int8):
+        if exponents is not None and (exponents.shape != (0,) or exponents.dtype != torch.int8):
             raise ValueError(f"{_name(layout)} has no exponents, got {describe_memory(exponents)}")
     elif exponents is None:
         raise ValueError(f"{_name(layout)} needs {layout.blocks} exponents, got None")

@@ -49,7 +49,8 @@ def _check_numbers(values: Tensor, format: Format) -> None:
     if values.numel() == 0:
         return
     check_storage(values)
-    low, high = (float(x) for x in torch.aminmax(values))
+    least, most = torch.aminmax(values)
+    low, high = least.item(), most.item()
     if isnan(low):  # or high: a NaN spoils both
         raise ValueError(
             "cannot encode NaN: no code stands for it; look for its origin, or replace it with torch.nan_to_num"
@@ -75,6 +76,7 @@ def decode_values(codes: Tensor, exponents: Tensor | None, format: Format) -> Te
     """Return the float32 numbers that codes stand for. Skips the operator, which costs more than a small tensor does."""
     if type(codes) is Tensor and kernels_for(codes) is not None:
         return _decode(codes, exponents, format)
+    check_codes(codes, exponents, format, codes.shape, packed=False)
     result: Tensor = decode_op(codes, exponents, str(format))
     return result
 
