@@ -4,11 +4,15 @@
 within a context, which is how the two paths are compared. float64 tensors always take the PyTorch path: the kernels compute
 in float32.
 
+The environment variable ``QLANGEVIN_KERNELS``, read when this module is imported, chooses kernels for the process: ``none`` for
+the PyTorch path, or one of `levels`.
+
 This module is the CPU's backend (see `quantization.backend`). It checks tensors, since the kernels see addresses only.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -30,12 +34,17 @@ try:
 except ImportError:
     kernels = None  # type: ignore[assignment]
 
+_VARIABLE = "QLANGEVIN_KERNELS"
+_chosen = os.environ.get(_VARIABLE, "")
+if _chosen == "none":
+    kernels = None  # type: ignore[assignment]
+
 __all__ = ["available", "disabled", "level", "levels", "use_level"]
 
 available: bool = kernels is not None
 _ROUNDINGS = {name: number for number, name in enumerate(get_args(Rounding))}
 
-if not available:
+if not available and _chosen != "none":
     warn(
         "qlangevin was installed without its compiled kernels: all results are the same, the PyTorch path is slower. "
         "Install a C++ compiler and reinstall to get them."
@@ -229,5 +238,10 @@ def _address(tensor: Tensor | None) -> int:
 
 
 _this_module = cast(backend.Kernels, sys.modules[__name__])
+if _chosen not in ("", "none", *levels()):
+    possible = f"none, {', '.join(levels())}" if available else "none, because the kernels were not compiled"
+    raise ValueError(f"the environment variable {_VARIABLE} must be one of {possible}, got {_chosen!r}")
 if available:
+    if _chosen:
+        use_level(_chosen)
     backend.register("cpu", _this_module)
