@@ -123,11 +123,9 @@ def missing_malloc_checks() -> str:
 
 
 def missing_sanitizer() -> str:
-    if not importlib.util.find_spec("benchmarks.sanitized"):
-        return "benchmarks/sanitized.py"
-    if not shutil.which("g++"):
-        return "g++"
-    path = subprocess.run(["g++", "-print-file-name=libasan.so"], capture_output=True, text=True, check=False).stdout
+    if not shutil.which("c++"):
+        return "c++"
+    path = subprocess.run(["c++", "-print-file-name=libasan.so"], capture_output=True, text=True, check=False).stdout
     return "" if Path(path.strip()).is_absolute() else "libasan"
 
 
