@@ -7,13 +7,14 @@ PIP = $(VENV)/bin/python -m pip --disable-pip-version-check install --quiet --co
 INSTALLED = pyproject.toml CMakeLists.txt src/qlangevin/_version.py \
     $(wildcard src/qlangevin/native/*.cpp src/qlangevin/native/*.h)
 
-.PHONY: help demo check lint test bench reproduce clean
+.PHONY: help demo check lint test matrix bench reproduce clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo 'make demo       the paper in a minute: a table, and a report in results/demo/index.html'
 	@echo 'make check      lint, types and the quick tests, in two minutes'
 	@echo 'make test       lint, types and all tests'
+	@echo 'make matrix     the tests as on other machines, and under checkers of memory, in an hour; logs in results/matrix'
 	@echo 'make bench      time and memory, compared with qtorch, torchao and plain PyTorch'
 	@echo 'make reproduce  every result in docs/results, in hours; data from QLANGEVIN_DATA, else downloaded'
 	@echo 'make clean      remove .venv and everything that was built'
@@ -31,6 +32,9 @@ check: lint
 
 test: lint
 	$(VENV)/bin/pytest
+
+matrix: $(VENV)/.ready-test
+	$(VENV)/bin/python -m benchmarks.matrix
 
 bench: $(VENV)/.ready-bench
 	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" python -m benchmarks.run

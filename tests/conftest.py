@@ -1,5 +1,6 @@
 """Settings and fixtures of all tests."""
 
+import os
 import signal
 from collections.abc import Iterator
 
@@ -12,7 +13,8 @@ from qlangevin import native
 # The same examples on every run, and no time limit for one: the first call of an operation can be slow.
 settings.register_profile("qlangevin", deadline=None, derandomize=True)
 settings.load_profile("qlangevin")
-torch.set_num_threads(1)  # tensors are small here; the fixture `threads` sets more
+# One thread, because tensors are small here; the fixture `threads` sets more, and `make matrix` runs all of them with two.
+torch.set_num_threads(int(os.environ.get("QLANGEVIN_TEST_THREADS", "1")))
 # A process that a shell starts in the background ignores SIGINT, but some tests send it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

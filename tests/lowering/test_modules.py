@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import copy
-import os
-import subprocess
-import sys
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import qlangevin as ql
 from qlangevin import lowering
-from qlangevin.lowering import modules
 from qlangevin.lowering.handler import Handler
 from qlangevin.lowering.modules import handler_for
 from tests.helpers.networks import is_on_grid
@@ -46,39 +41,6 @@ def test_pooling_whose_output_a_hook_changes_is_rounded() -> None:
     pool.register_forward_hook(lambda module, args, y: y * 0.3)
     model = ql.lower(nn.Sequential(nn.Linear(8, 8), pool), "bfp8")
     assert is_on_grid(model(torch.randn(4, 8)), "bfp8")
-
-
-@pytest.mark.parametrize(
-    ("layer", "shape"),
-    [
-        (nn.Conv1d(4, 6, 3, stride=2, padding=1, groups=2), (3, 4, 9)),
-        (nn.Conv2d(4, 6, (3, 2), dilation=2, bias=False), (3, 4, 9, 8)),
-        (nn.Conv3d(2, 3, 2), (3, 2, 4, 5, 3)),
-        (nn.ConvTranspose1d(4, 6, 3, stride=2, output_padding=1), (3, 4, 9)),
-        (nn.ConvTranspose2d(4, 6, 3, stride=2, groups=2, bias=False), (3, 4, 5, 6)),
-        (nn.ConvTranspose3d(2, 3, 2), (3, 2, 4, 5, 3)),
-        (nn.Conv2d(4, 6, 3, padding="same", padding_mode="reflect"), (3, 4, 9, 8)),
-        (nn.Conv2d(4, 6, 3), (4, 9, 8)),  # one example without a batch
-    ],
-    ids=lambda value: str(value) if isinstance(value, nn.Module) else "",
-)
-@pytest.mark.parametrize("frozen", ["nothing", "weight", "input"])
-def test_convolutions_have_the_gradients_of_pytorch(layer: nn.Module, shape: tuple[int, ...], frozen: str) -> None:
-    layer = copy.deepcopy(layer)
-    x = torch.randn(shape, requires_grad=frozen != "input")
-    layer.get_parameter("weight").requires_grad_(frozen != "weight")
-    wanted = [t for t in (x, *layer.parameters()) if t.requires_grad]
-
-    def derivatives() -> list[Tensor]:
-        y = layer(x)
-        first = torch.autograd.grad(y.sin().sum(), wanted, retain_graph=True)
-        again = torch.autograd.grad(y.sin().sum(), wanted, create_graph=True)
-        second = torch.autograd.grad(torch.stack([g.square().sum() for g in again]).sum(), wanted, allow_unused=True)
-        return [y, *first, *again, *(g for g in second if g is not None)]
-
-    plain = derivatives()
-    ql.lower(layer, activations="fp32", errors="fp32")
-    torch.testing.assert_close(derivatives(), plain, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
@@ -115,44 +77,3 @@ def test_every_layer_of_a_recurrent_module_is_rounded() -> None:
     assert lowering.state_dict(rnn) == {"": 5}  # three layers and two final states
     for t in (y, h, c):
         assert is_on_grid(t, "bfp8/tensor")
-
-
-STRIDED_POINTWISE = """
-import torch, qlangevin as ql
-torch.set_num_threads(1)
-conv = torch.nn.Conv2d(6, 12, 1, stride=2, bias=False).to(memory_format=torch.channels_last)
-model = ql.lower(torch.nn.Sequential(conv), "bfp8", "bfp8")
-x = torch.randn(6, 6, 16, 16).to(memory_format=torch.channels_last).requires_grad_()
-for _ in range(60):
-    model(x).sum().backward()
-with ql.native.disabled():
-    for _ in range(60):
-        model(x).sum().backward()
-"""
-
-
-@pytest.mark.slow
-def test_strided_pointwise_convolutions_stay_within_their_memory_without_avx512() -> None:
-    """In plain PyTorch 2.13 this ends in "double free or corruption" or a segmentation fault."""
-    variables = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2", "MALLOC_PERTURB_": "7"}
-    command = [sys.executable, "-W", "ignore", "-c", STRIDED_POINTWISE]
-    ended = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True, check=False)
-    assert ended.returncode == 0, ended.stderr
-
-
-def test_the_weights_gradient_without_stride_is_the_one_with_it() -> None:
-    torch.manual_seed(0)
-    weight = torch.randn(12, 16, 1, 1).contiguous(memory_format=torch.channels_last)
-    x = torch.randn(6, 16, 15, 17).contiguous(memory_format=torch.channels_last)
-    e = torch.randn(6, 12, 8, 6)
-    geometry = ((2, 3), (0, 0), (1, 1), False, (0, 0), 1)
-
-    def gradient(x: Tensor, weight: Tensor, geometry: tuple[Any, ...]) -> Tensor:
-        mask = [False, True, False]
-        return cast(Tensor, torch.ops.aten.convolution_backward(e, x, weight, None, *geometry, mask)[1])
-
-    few = weight[:, :6].contiguous(memory_format=torch.channels_last)
-    pixels, unstrided = modules._without_stride(x[:, :6], few, geometry)
-    assert unstrided[0] == (1, 1)
-    torch.testing.assert_close(gradient(pixels, few, unstrided), gradient(x, weight, geometry)[:, :6])
-    assert modules._without_stride(x, weight, geometry) == (x, geometry)  # 16 channels

@@ -16,7 +16,9 @@ __all__ = ["cores", "environment", "processor"]
 
 def environment() -> dict[str, Any]:
     """Return processor, cores, kernels, threads and version of PyTorch, to be recorded in a result."""
-    kernels = f"native ({native.level()})" if native.available else "PyTorch (native kernels not installed)"
+    kernels = (
+        f"native ({native.level()})" if native.available else "PyTorch (native kernels not installed or turned off)"
+    )
     threads = torch.get_num_threads()
     return {
         "machine": processor(),

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn.modules import conv
 from torch.nn.utils.rnn import PackedSequence
 
-from ..quantization.qtensor import QTensor, decoded
 from . import inplace_cpu
+from .convolution import ConvolutionFunction, Geometry, convolve_gathered, must_gather
 from .handler import Handler
 
 __all__ = ["handler_for", "handles"]
@@ -85,79 +85,27 @@ class ReLUHandler(Handler):
 
 @handles(nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 class ConvolutionHandler(FreshOutputHandler):
-    """Convolutions, whose backward is made to need less memory; see `ConvolutionFunction`."""
+    """Convolutions, whose backward is made to need less memory and to stay within its own; see `convolution`."""
 
     replaces_forward = True
 
     def forward(self, module: conv._ConvNd, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if args or kwargs or not inplace_cpu.is_plain_cpu_tensor(input) or not _is_plain_convolution(module, input):
-            return cast(Tensor, super().forward(module, input, *args, **kwargs))
-        geometry = (
-            module.stride, module.padding, module.dilation, module.transposed, module.output_padding, module.groups
-        )  # fmt: skip
-        function: Any = ConvolutionFunction
-        return cast(Tensor, function.apply(input, module.weight, module.bias, geometry))
+        geometry, recorded = Geometry.of(module), torch.is_grad_enabled()
+        plain = recorded and not (args or kwargs) and inplace_cpu.is_plain_cpu_tensor(input)
+        if plain and _is_plain_convolution(module, input):
+            function: Any = ConvolutionFunction
+            return cast(Tensor, function.apply(input, module.weight, module.bias, geometry))
+        if recorded and input.is_cpu and must_gather(input, module.weight, geometry):
+            return convolve_gathered(module, input, *args, **kwargs)
+        return cast(Tensor, super().forward(module, input, *args, **kwargs))
 
 
 def _is_plain_convolution(module: conv._ConvNd, x: Tensor) -> bool:
-    """Return True if the module's forward is one call of `torch.convolution` on a batch, and autograd records it."""
-    if not torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
+    """Return True if the module's forward is one call of `torch.convolution` on a batch."""
+    if torch.is_autocast_enabled("cpu"):
         return False
     batched = x.dim() == len(module.kernel_size) + 2
     return batched and not isinstance(module.padding, str) and module.padding_mode == "zeros"
-
-
-class ConvolutionFunction(torch.autograd.Function):
-    """`torch.convolution` whose backward holds one large tensor less, with the same numbers.
-
-    PyTorch's backward holds the input, the error and the error of the input at once. Here the gradient of the weights comes
-    first, and the input, decoded for it, is freed before the error of the input is allocated.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, geometry: tuple[Any, ...]) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.geometry, ctx.bias_shape = geometry, None if bias is None else list(bias.shape)
-        return torch.convolution(x, decoded(weight), None if bias is None else decoded(bias), *geometry)
-
-    @staticmethod
-    def backward(ctx: Any, e: Tensor) -> tuple[Any, ...]:
-        x, weight = ctx.saved_tensors
-        convolution_backward = torch.ops.aten.convolution_backward
-        wants_error, wants_weight, wants_bias, _ = ctx.needs_input_grad
-        if e.requires_grad:  # autograd builds the graph of a second derivative
-            mask = [wants_error, wants_weight, wants_bias]
-            return (*convolution_backward(e, x, decoded(weight), ctx.bias_shape, *ctx.geometry, mask), None)
-        # Stands in for x where only its shape counts; memory that is not written to takes no physical pages.
-        like_x = torch.empty_like(x)
-        error = weight_grad = bias_grad = None
-        if wants_weight or wants_bias:
-            packed = isinstance(weight, QTensor)
-            like_weight = torch.empty(weight.shape, dtype=e.dtype, device=e.device) if packed else weight
-            mask = [False, wants_weight, wants_bias]
-            pixels, geometry = _without_stride(x, like_weight, ctx.geometry)
-            _, weight_grad, bias_grad = convolution_backward(e, pixels, like_weight, ctx.bias_shape, *geometry, mask)
-            del pixels
-        del x
-        if wants_error:
-            mask = [True, False, False]
-            error, _, _ = convolution_backward(e, like_x, decoded(weight), None, *ctx.geometry, mask)
-        return error, weight_grad, bias_grad, None
-
-
-def _without_stride(x: Tensor, weight: Tensor, geometry: tuple[Any, ...]) -> tuple[Tensor, tuple[Any, ...]]:
-    """Return the pixels that a strided 1x1 convolution of channels-last memory reads, and its geometry without the stride.
-
-    On a CPU without AVX-512, PyTorch 2.13's oneDNN (jit_avx2_1x1_convolution_bwd_weights) writes past its buffer when it
-    computes the weights' gradient of such a convolution with few channels. Without a stride it does not.
-    """
-    stride, padding, dilation, transposed, output_padding, groups = geometry
-    pointwise = tuple(weight.shape[2:]) == (1, 1) and not transposed and groups == 1 and not any(padding)
-    channels_last = not x.is_contiguous() or weight.stride(-1) != 1
-    few = weight.shape[1] % 8 != 0  # oneDNN works on 8 channels at a time
-    if not (pointwise and channels_last and few) or tuple(stride) == (1, 1):
-        return x, geometry
-    return x[:, :, :: stride[0], :: stride[1]], ((1, 1), padding, dilation, transposed, output_padding, groups)
 
 
 # ---- recurrent modules

@@ -4,6 +4,9 @@
 within a context, which is how the two paths are compared. float64 tensors always take the PyTorch path: the kernels compute
 in float32.
 
+The environment variable ``QLANGEVIN_KERNELS``, read when this module is imported, chooses kernels for the process: ``none`` for
+the PyTorch path, or one of `levels`.
+
 This module is the CPU's backend (see `quantization.backend`). The kernels see memory only, an address and a number of bytes.
 So before every call it checks that a tensor has the dtype and the shape that the kernel assumes, is contiguous, and that its
 storage holds all of it; the kernels check each number of bytes against the number of elements and the blocks of the grid.
@@ -11,6 +14,7 @@ storage holds all of it; the kernels check each number of bytes against the numb
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -33,12 +37,17 @@ try:
 except ImportError:
     kernels = None  # type: ignore[assignment]
 
+_VARIABLE = "QLANGEVIN_KERNELS"
+_chosen = os.environ.get(_VARIABLE, "")
+if _chosen == "none":
+    kernels = None  # type: ignore[assignment]
+
 __all__ = ["available", "disabled", "level", "levels", "use_level"]
 
 available: bool = kernels is not None
 _ROUNDINGS = {name: number for number, name in enumerate(get_args(Rounding))}
 
-if not available:
+if not available and _chosen != "none":
     warn(
         "qlangevin was installed without its compiled kernels: all results are the same, the PyTorch path is slower. "
         "Install a C++ compiler and reinstall to get them."
@@ -283,5 +292,10 @@ def _number(rounding: str) -> int:
 
 
 _this_module = cast(backend.Kernels, sys.modules[__name__])
+if _chosen not in ("", "none", *levels()):
+    possible = f"none, {', '.join(levels())}" if available else "none, because the kernels were not compiled"
+    raise ValueError(f"the environment variable {_VARIABLE} must be one of {possible}, got {_chosen!r}")
 if available:
+    if _chosen:
+        use_level(_chosen)
     backend.register("cpu", _this_module)
