@@ -142,7 +142,7 @@ def checkpoint_outcome(setup: str, folder: Path, wanted: str, forged: bool) -> s
 
 
 class Subject(NamedTuple):
-    """What is mutated: a pristine folder, its samples, and the run after its checkpoint was loaded."""
+    """The target of mutations: a pristine folder, its samples, and the run after its checkpoint was loaded."""
 
     folder: Path
     samples: list[dict[str, Tensor]]

@@ -1,4 +1,4 @@
-"""What the compiled module refuses: every length, number and enumerator that does not fit."""
+"""Calls that the compiled module refuses: every length, number and enumerator that does not fit."""
 
 import math
 from collections.abc import Callable

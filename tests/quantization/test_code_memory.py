@@ -20,7 +20,7 @@ PATHS = pytest.mark.parametrize("path", [native.disabled, torch.no_grad])
 
 
 class Forged:
-    """What a file may hold in the place of a QTensor."""
+    """Contents of a file in the place of a QTensor."""
 
     def __init__(self, **changes: Any) -> None:
         parts = {

@@ -29,7 +29,7 @@ _TRANSPOSED = {1: functional.conv_transpose1d, 2: functional.conv_transpose2d, 3
 
 
 class Geometry(NamedTuple):
-    """What `torch.convolution` takes after the bias, in its order."""
+    """Arguments of `torch.convolution` after the bias, in its order."""
 
     stride: tuple[int, ...]
     padding: tuple[int, ...] | str

@@ -197,7 +197,7 @@ struct Block {
     Beyond beyond(int64_t i, const Gap fine) const {
         const Nearest near(law.point(i, Part{1}, fine));
         const float n = near.n[0], sign = n < 0.0f ? -1.0f : 1.0f;
-        return {near.r[0] * sign + (__builtin_fabsf(n) - grid.top), sign};
+        return {near.r[0] * sign + (__builtin_fabsf(n) - grid.top), sign};  // at most 1: the gap is that of the largest
     }
 
     static int64_t count_units(float x) { return int64_t(x * 0x1p36f); }

@@ -75,41 +75,44 @@ inline void philox_tile(const Source &source, const Schedule &schedule, uint32_t
     }
 }
 
-// Centered numbers for `tiles` tiles, between -1/2 and 1/2: a word as a signed integer, made odd, times 2^-32.
-inline void centered_tiles(const Source &source, uint32_t purpose, uint64_t tile, int tiles, float *out) {
+// Calls body(t, words) with the 64 words of each of `tiles` tiles.
+template <class Body>
+inline __attribute__((always_inline)) void each_tile(const Source &source, uint32_t purpose, uint64_t tile, int tiles, const Body &body) {
     const Schedule schedule(source);
     for (int t = 0; t < tiles; ++t) {
         Lanes lanes;
         philox_tile(source, schedule, purpose, tile + uint64_t(t), lanes);
-        const uint32_t *word = &lanes.word[0][0];
-        for (int i = 0; i < kTile; ++i) out[t * kTile + i] = float(int32_t(word[i] | 1u)) * 0x1p-32f;
+        body(t, lanes);
     }
 }
 
-// The first 16 bits of those of activations and errors, two numbers from a word, so that a tile has 128 of them: a signed integer j,
-// and (j + 1/2) 2^-16 is the middle of where the number lies.
+// Centered numbers, between -1/2 and 1/2: a word as a signed integer, made odd, times 2^-32.
+inline void centered_tiles(const Source &source, uint32_t purpose, uint64_t tile, int tiles, float *out) {
+    each_tile(source, purpose, tile, tiles, [=](int t, const Lanes &lanes) {
+        const uint32_t *word = &lanes.word[0][0];
+        for (int i = 0; i < kTile; ++i) out[t * kTile + i] = float(int32_t(word[i] | 1u)) * 0x1p-32f;
+    });
+}
+
+// The first 16 bits of those of activations and errors, two numbers from a word, so that a tile has 128 of them: a signed
+// integer j, and (j + 1/2) 2^-16 is the middle of where the number lies.
 constexpr int kNarrowTile = 2 * kTile;
 
 inline void narrow_tiles(const Source &source, uint32_t purpose, uint64_t tile, int tiles, float *out) {
-    const Schedule schedule(source);
-    for (int t = 0; t < tiles; ++t, out += kNarrowTile) {
-        Lanes lanes;
-        philox_tile(source, schedule, purpose, tile + uint64_t(t), lanes);
+    each_tile(source, purpose, tile, tiles, [=](int t, const Lanes &lanes) {
         const uint32_t *word = &lanes.word[0][0];
-        for (int i = 0; i < kTile; ++i) out[i] = float(int32_t(word[i] << 16) >> 15 | 1) * 0x1p-17f;
-        for (int i = 0; i < kTile; ++i) out[kTile + i] = float(int32_t(word[i]) >> 15 | 1) * 0x1p-17f;
-    }
+        float *low = out + t * kNarrowTile, *high = low + kTile;
+        for (int i = 0; i < kTile; ++i) low[i] = float(int32_t(word[i] << 16) >> 15 | 1) * 0x1p-17f;
+        for (int i = 0; i < kTile; ++i) high[i] = float(int32_t(word[i]) >> 15 | 1) * 0x1p-17f;
+    });
 }
 
-// What follows these bits: uniform between 0 and 1, 32 bits.
+// The bits that follow these: uniform between 0 and 1, 32 bits.
 inline void rest_tiles(const Source &source, uint32_t purpose, uint64_t tile, int tiles, float *out) {
-    const Schedule schedule(source);
-    for (int t = 0; t < tiles; ++t) {
-        Lanes lanes;
-        philox_tile(source, schedule, purpose, tile + uint64_t(t), lanes);
+    each_tile(source, purpose, tile, tiles, [=](int t, const Lanes &lanes) {
         const uint32_t *word = &lanes.word[0][0];
         for (int i = 0; i < kTile; ++i) out[t * kTile + i] = (float(word[i]) + 0.5f) * 0x1p-32f;
-    }
+    });
 }
 
 // -ln u for u = (k + 1/2) / 2^31: u = 2^e (1 + f), ln(1 + f) = f - f^2/2 + f^3 P(f); near 1, f comes from 2^31 - 1 - k.
@@ -131,10 +134,7 @@ inline float negative_log(int32_t k) {
 
 // Standard normals for `tiles` tiles: words (0, 1) and (2, 3) of a counter make a Box-Muller pair each.
 inline void normal_tiles(const Source &source, uint32_t purpose, uint64_t tile, int tiles, float *out) {
-    const Schedule schedule(source);
-    for (int t = 0; t < tiles; ++t) {
-        Lanes lanes;
-        philox_tile(source, schedule, purpose, tile + uint64_t(t), lanes);
+    each_tile(source, purpose, tile, tiles, [=](int t, const Lanes &lanes) {
         for (int pair = 0; pair < 4; pair += 2) {
             const uint32_t *a = lanes.word[pair], *b = lanes.word[pair + 1];
             float *first = out + t * kTile + pair * kLanes, *second = first + kLanes;
@@ -153,7 +153,7 @@ inline void normal_tiles(const Source &source, uint32_t purpose, uint64_t tile, 
                 second[l] = as_float(as_bits(rho * (cosine + sine)) ^ (b[l] & 2u) << 30);
             }
         }
-    }
+    });
 }
 
 }  // namespace

@@ -33,7 +33,7 @@ _has_storage = torch._C._has_storage
 
 
 class CodeLayout(NamedTuple):
-    """What the codes of a tensor are: dtype, shape and bytes, and the shape of its int8 exponents, None if it has none."""
+    """Memory of the codes of a tensor: dtype, shape and bytes, and the shape of its int8 exponents, None if it has none."""
 
     format: Format
     shape: torch.Size  # of the tensor

@@ -1,4 +1,4 @@
-"""Where a parameter is among the groups of an optimizer, and what messages call it."""
+"""Places of parameters among the groups of an optimizer, and their names in messages."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def count_saturated(weights: Tensor, format: str | None) -> int:
 
 
 class Watch:
-    """What was seen of one sampler's chain, and the warnings that were given: each once."""
+    """Sums over one sampler's chain, and the warnings that were given: each once."""
 
     def __init__(self) -> None:
         self.given: set[str] = set()
