@@ -72,9 +72,9 @@ def stages() -> list[Stage]:
     return [
         Stage("AVX2", "all tests", TESTS, 20, AVX2),
         Stage("no vector code in PyTorch", "quick tests", (*TESTS, *QUICK), 6, {"ATEN_CPU_CAPABILITY": "default"}),
-        Stage("no kernels", "quick tests", (*TESTS, *QUICK), 6, {"QLANGEVIN_KERNELS": "none"}),
-        *(Stage(f"{level} kernels", "quick core", (*TESTS, *QUICK, *CORE), 4, v) for level, v in kernels),
-        Stage("2 threads", "quick core", (*TESTS, *QUICK, *CORE), 4, {"QLANGEVIN_TEST_THREADS": "2"}),
+        Stage("no kernels", "quick core", (*TESTS, *QUICK, *CORE), 6, {"QLANGEVIN_KERNELS": "none"}),
+        *(Stage(f"{level} kernels", "quick core", (*TESTS, *QUICK, *CORE), 6, v) for level, v in kernels),
+        Stage("2 threads", "quick core", (*TESTS, *QUICK, *CORE), 6, {"QLANGEVIN_TEST_THREADS": "2"}),
         *memory_stages(),
         module_stage("kernel_fuzz", 10, "--count", "100000"),
         module_stage("arm64", 2, missing=needs("aarch64-linux-gnu-g++")),
@@ -187,6 +187,7 @@ class Options:
 def main(options: Options) -> int:
     console = Console(width=None if sys.stdout.isatty() else 150)
     LOGS.mkdir(parents=True, exist_ok=True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an exception, so that the running stage is ended, too
     results, start = [], time.perf_counter()
     for stage in stages():
         if options.only not in stage.name:
