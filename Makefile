@@ -60,6 +60,7 @@ reproduce: $(VENV)/.ready-demo
 	$(VENV)/bin/python -m benchmarks.kills --runs 100
 	$(VENV)/bin/python -m benchmarks.fuzz --count 10000
 	$(VENV)/bin/python -m benchmarks.faults
+	$(VENV)/bin/python -m benchmarks.kernel_fuzz --count 100000
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -148,6 +148,7 @@ def randomize_codes(codes: Tensor, exponents: Tensor, rng: Random) -> None:
     generator = torch.Generator().manual_seed(rng.getrandbits(32))
     for t in (codes, exponents):
         t.view(-1).view(torch.uint8).random_(0, 256, generator=generator)
+    exponents[:1] = rng.choice((-128, 127))
 
 
 # ---- the compiled module
