@@ -9,6 +9,7 @@ import pytest
 from qlangevin.experiments import run
 from qlangevin.experiments.presets import Digits, read_config
 from qlangevin.experiments.run import run_experiment
+from qlangevin.storage.leftovers import temporary_name
 from tests.helpers.experiments import SMALL, TINY, Watch, press
 from tests.helpers.runs import read_files
 
@@ -44,6 +45,14 @@ def test_a_folder_or_file_of_something_else_is_refused_and_stays_as_it_is(tmp_pa
         with pytest.raises(ValueError, match=f"{place} is there and holds something else; choose another folder with"):
             run_experiment(SMALL, tmp_path / place)
     assert read_files(tmp_path) == {"thesis/chapter.txt": b"It was a dark and stormy night."}
+
+
+def test_a_run_killed_while_it_wrote_its_first_file_begins_again(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / temporary_name("config.json")).write_text("{")
+    run_experiment(SMALL, folder)
+    assert (folder / "result.json").exists()
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from .._validate import describe_differences
 from .._version import __version__
 from ..distributed.ranks import ALONE, Ranks, agree, gather
 from ..storage import files
+from ..storage.leftovers import is_temporary
 from ..storage.sample import chain_folder, chain_folders
 from ..storage.store import SampleStore
 from .chain import Chain, prepare_chain, train_chain
@@ -112,7 +113,8 @@ def _is_begun(config: Experiment, folder: Path) -> bool:
         if wrong := describe_differences(there.to_json(), config.to_json()):
             raise ValueError(f"{folder} holds another run: {', '.join(wrong)}; choose another folder with --out")
         return True
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    # A run that was killed while it wrote its first file has left that file's temporary one.
+    if folder.exists() and not (folder.is_dir() and all(is_temporary(path.name) for path in folder.iterdir())):
         raise ValueError(f"{folder} is there and holds something else; choose another folder with --out")
     return False
 
