@@ -4,6 +4,9 @@ import os
 import signal
 from collections.abc import Iterator
 
+# Before torch loads OpenMP: threads that spin while they wait for one without a processor make a busy machine many times slower.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 import pytest
 import torch
 from hypothesis import settings
