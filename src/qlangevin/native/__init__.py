@@ -242,7 +242,7 @@ def _exponents(exponents: Tensor | None, format: Format) -> kernels.Memory | Non
 def _memory(t: Tensor, dtype: torch.dtype, shape: torch.Size) -> kernels.Memory:
     """Return (address, bytes); raise ValueError for a tensor that the kernels, which see nothing else of it, would misread."""
     try:
-        if t.dtype is dtype and t.is_cpu and t.shape == shape and t.is_contiguous():
+        if t.dtype is dtype and t.is_cpu and t.shape == shape and t.is_contiguous() and not t.is_neg():
             size = t.nbytes
             if not size or t.untyped_storage().nbytes() >= t.storage_offset() * dtype.itemsize + size:
                 return t.data_ptr(), size
@@ -259,16 +259,18 @@ def _memory_if_any(t: Tensor | None, dtype: torch.dtype, shape: torch.Size) -> k
 
 
 def _readable(t: Tensor, shape: torch.Size) -> tuple[Tensor, kernels.Memory]:
-    """Return a float32 tensor and its memory, or those of a copy if it begins between two multiples of its item size.
+    """Return a float32 tensor and its memory, or those of a copy if its memory does not hold its numbers as kernels read them.
 
-    A tensor over foreign memory may do that.
+    It may begin between two multiples of its item size, over foreign memory, or hold its negative, as conj().imag does.
     """
+    if t.is_neg():
+        t = t.resolve_neg()
     memory = _memory(t, torch.float32, shape)
     return (t, memory) if memory[0] % 4 == 0 else _readable(t.clone(), shape)
 
 
 def _aligned(t: Tensor) -> Tensor:
-    """The same for other dtypes and tensors that have not been checked."""
+    """Return t, or a copy if it begins between two multiples of its item size."""
     if t.layout is not torch.strided or t.data_ptr() % t.itemsize == 0:
         return t
     check_storage(t)
