@@ -166,8 +166,13 @@ def encode_exactly(values: Tensor, codes: Tensor, exponents: Tensor, format: For
 
 def first_not_finite(tensors: list[Tensor]) -> int:
     """Return the index of the first of these contiguous float32 tensors that holds an infinity or a NaN, or -1."""
-    readable = [_readable(t, None) for t in tensors]
-    return int(kernels.first_not_finite([memory for _, memory in readable], torch.get_num_threads()))
+    try:
+        return int(
+            kernels.first_not_finite([_memory(t, torch.float32, None) for t in tensors], torch.get_num_threads())
+        )
+    except ValueError:
+        copies = [_readable(t, None) for t in tensors]
+        return int(kernels.first_not_finite([memory for _, memory in copies], torch.get_num_threads()))
 
 
 class TensorStep(NamedTuple):
@@ -206,7 +211,7 @@ def _kernel_step(
     else:
         codes, exponents, weights = t.theta.unpacked(), t.theta.exponents, t.theta.format
     return kernels.Step(
-        theta=_memory_if_any(theta, torch.float32, shape),
+        theta=None if theta is None else _memory(theta, torch.float32, shape),
         codes=None if codes is None else _memory(codes, codes.dtype, shape),  # `unpacked` has checked the dtype
         exponents=None if exponents is None else _memory(exponents, torch.int8, None),
         code_bytes=0 if codes is None else codes.itemsize,
