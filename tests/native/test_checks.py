@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from qlangevin import Key, native, parse
+from qlangevin import Key, encode, native, parse
+from qlangevin.sampling.step import StepSettings, TensorStep, step_tensors
 
 pytestmark = pytest.mark.skipif(not native.available, reason="no compiled kernels")
 
@@ -151,3 +152,19 @@ def test_an_unknown_rounding_is_refused() -> None:
         native.quantize(torch.ones(3), parse("bfp8"), "up", Key(0), 0)
     with pytest.raises(ValueError, match="rounding must be nearest or stochastic, got 'up'"):
         torch.ops.qlangevin.quantize(torch.ones(3), "bfp8", "up", 0, 0, 0, 0)
+
+
+def test_lazily_negated_tensors_are_read_as_the_numbers_they_are() -> None:
+    x = torch.randn(4, 6)
+    negated = torch._neg_view(x)  # what conj().imag returns: the memory is that of x
+    expected = native.quantize(-x, parse("bfp8"), "nearest", Key(0), 0)
+    assert torch.equal(native.quantize(negated, parse("bfp8"), "nearest", Key(0), 0), expected)
+    assert native.first_not_finite([negated]) == -1
+    steps = []
+    for gradient in (-x, negated):
+        theta = encode(torch.zeros(4, 6), "bfp8")
+        step_tensors([TensorStep(theta, gradient, Key(0))], StepSettings(0.1, 1000))
+        steps.append(theta.decode())
+    assert torch.equal(*steps)
+    with pytest.raises(ValueError, match="lazily negated"):
+        native.quantize(x, parse("bfp8"), "nearest", Key(0), 0, out=negated)

@@ -102,7 +102,7 @@ def quantize(
     Where ``positive``, int8 codes, is zero or less, the result is zero.
     """
     shape = x.shape
-    x, source = _readable(x, shape)
+    x, source = _readable(x, None)
     if out is None:
         out = torch.empty_like(x)
         target = out.data_ptr(), source[1]
@@ -124,7 +124,7 @@ def quantize_with_codes(
     x: Tensor, format: Format, rounding_: str, key: Key, purpose: int, codes: tuple[Tensor, Tensor]
 ) -> bool:
     """Round x in place and write codes and exponents of the result; return False if it holds a NaN, which has no code."""
-    memory = _memory(x, torch.float32, x.shape)
+    memory = _memory(x, torch.float32, None)
     return kernels.quantize(
         x=memory, out=memory, rounding=_number(rounding_), seed=key.seed, stream=key.stream, step=key.step, purpose=purpose,
         **_coded(*codes, format, x.shape),
@@ -176,8 +176,13 @@ def encode_exactly(values: Tensor, codes: Tensor, exponents: Tensor, format: For
 
 def first_not_finite(tensors: list[Tensor]) -> int:
     """Return the index of the first of these contiguous float32 tensors that holds an infinity or a NaN, or -1."""
-    readable = [_readable(t, t.shape) for t in tensors]
-    return int(kernels.first_not_finite([memory for _, memory in readable], torch.get_num_threads()))
+    try:
+        return int(
+            kernels.first_not_finite([_memory(t, torch.float32, None) for t in tensors], torch.get_num_threads())
+        )
+    except ValueError:
+        copies = [_readable(t, None) for t in tensors]
+        return int(kernels.first_not_finite([memory for _, memory in copies], torch.get_num_threads()))
 
 
 class TensorStep(NamedTuple):
@@ -216,11 +221,11 @@ def _kernel_step(
     else:
         codes, exponents, weights = t.theta.unpacked(), t.theta.exponents, t.theta.format
     return kernels.Step(
-        theta=_memory_if_any(theta, torch.float32, shape),
+        theta=None if theta is None else _memory(theta, torch.float32, shape),
         codes=None if codes is None else _memory(codes, codes.dtype, shape),  # `unpacked` has checked the dtype
-        exponents=None if exponents is None else _memory(exponents, torch.int8, exponents.shape),
+        exponents=None if exponents is None else _memory(exponents, torch.int8, None),
         code_bytes=0 if codes is None else codes.itemsize,
-        accumulator=_memory_if_any(t.accumulator, torch.float32, shape), gradient=_memory(t.gradient, torch.float32, shape),
+        accumulator=_memory_if_any(t.accumulator, torch.float32, shape), gradient=_memory(t.gradient, torch.float32, None),
         numel=t.gradient.numel(), seed=t.key.seed, stream=t.key.stream, step=t.key.step,
         weights=grid(weights, shape), gradients=grid(gradients, shape), accumulators=grid(accumulator, shape),
     )  # fmt: skip
@@ -246,21 +251,30 @@ def _exponents(exponents: Tensor | None, format: Format) -> kernels.Memory | Non
         return None
     if exponents.dim() != 1:
         raise ValueError(f"exponents must have one dimension, got shape {tuple(exponents.shape)}")
-    return _memory(exponents, torch.int8, exponents.shape)
+    return _memory(exponents, torch.int8, None)
 
 
-def _memory(t: Tensor, dtype: torch.dtype, shape: torch.Size) -> kernels.Memory:
-    """Return (address, bytes); raise ValueError for a tensor that the kernels, which see nothing else of it, would misread."""
+def _memory(t: Tensor, dtype: torch.dtype, shape: torch.Size | None) -> kernels.Memory:
+    """Return (address, bytes); raise ValueError for a tensor that the kernels, which see nothing else of it, would misread.
+
+    A shape of None is any.
+    """
     try:
-        if t.dtype is dtype and t.is_cpu and t.shape == shape and t.is_contiguous():
+        if (
+            t.dtype is dtype
+            and t.is_cpu
+            and t.is_contiguous()
+            and (shape is None or t.shape == shape)
+            and not t.is_neg()
+        ):
             size = t.nbytes
             if not size or t.untyped_storage().nbytes() >= t.storage_offset() * dtype.itemsize + size:
                 return t.data_ptr(), size
     except RuntimeError:  # some tensors have no storage
         pass
+    of_shape = "" if shape is None else f" of shape {tuple(shape)}"
     raise ValueError(
-        f"the kernels need a contiguous {dtype} tensor of shape {tuple(shape)} on the CPU, with all of its memory, "
-        f"got {describe_memory(t)}"
+        f"the kernels need a contiguous {dtype} tensor{of_shape} on the CPU, with all of its memory, got {describe_memory(t)}"
     )
 
 
@@ -268,17 +282,22 @@ def _memory_if_any(t: Tensor | None, dtype: torch.dtype, shape: torch.Size) -> k
     return None if t is None else _memory(t, dtype, shape)
 
 
-def _readable(t: Tensor, shape: torch.Size) -> tuple[Tensor, kernels.Memory]:
-    """Return a float32 tensor and its memory, or those of a copy if it begins between two multiples of its item size.
+def _readable(t: Tensor, shape: torch.Size | None) -> tuple[Tensor, kernels.Memory]:
+    """Return a float32 tensor and its memory, or those of a copy if its memory does not hold its numbers as kernels read them.
 
-    A tensor over foreign memory may do that.
+    It may begin between two multiples of its item size, over foreign memory, or hold its negative, as conj().imag does.
     """
-    memory = _memory(t, torch.float32, shape)
+    try:
+        memory = _memory(t, torch.float32, shape)
+    except ValueError:
+        if not t.is_neg():
+            raise
+        return _readable(t.resolve_neg(), shape)
     return (t, memory) if memory[0] % 4 == 0 else _readable(t.clone(), shape)
 
 
 def _aligned(t: Tensor) -> Tensor:
-    """The same for other dtypes and tensors that have not been checked."""
+    """Return t, or a copy if it begins between two multiples of its item size."""
     if t.layout is not torch.strided or t.data_ptr() % t.itemsize == 0:
         return t
     check_storage(t)

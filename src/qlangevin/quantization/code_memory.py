@@ -151,6 +151,7 @@ def describe_memory(t: Tensor) -> str:
     if t.layout is not torch.strided or t.is_nested:
         return f"{t.dtype}, {'nested' if t.is_nested else t.layout}"
     storage = f"{t.untyped_storage().nbytes()} bytes of storage" if _has_storage(t) else "no storage"
+    storage += ", lazily negated" if t.is_neg() else ""
     return (
         f"{t.dtype}, shape {tuple(t.shape)}, strides {t.stride()}, offset {t.storage_offset()}, {t.device}, {storage}"
     )

@@ -253,6 +253,7 @@ def _make_contiguous(t: TensorStep) -> TensorStep:
     """Return the tensors as the kernels read them; a QTensor has contiguous codes."""
     theta = t.theta if isinstance(t.theta, QTensor) else t.theta.contiguous()
     gradient = t.gradient.to(torch.float32).contiguous()
+    gradient = gradient.resolve_neg() if gradient.is_neg() else gradient  # conj().imag holds its negative in memory
     return t if theta is t.theta and gradient is t.gradient else t._replace(theta=theta, gradient=gradient)
 
 
