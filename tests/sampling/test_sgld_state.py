@@ -82,3 +82,14 @@ def test_a_state_saved_before_there_were_streams_is_of_the_first() -> None:
     assert sampler.param_groups[0]["stream"] == 0
     p.grad = torch.zeros(5)
     sampler.step()
+
+
+def test_a_state_that_is_none_is_refused() -> None:
+    model, x, y = problem()
+    sampler = SGLD(model.parameters(), 0.1, 1000, weights="bfp8")
+    backward(model, x, y)
+    sampler.step()
+    forged = sampler.state_dict()
+    forged["state"][0] = "step"
+    with pytest.raises(ValueError, match="the saved state of a parameter must be a dict, got str"):
+        sampler.load_state_dict(forged)

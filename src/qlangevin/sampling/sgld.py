@@ -320,6 +320,8 @@ class SGLD(Optimizer):
         pairs = zip(saved, params, strict=False)  # torch refuses another number of parameters
         states = {p: state_dict["state"].get(i, {}) for i, p in pairs}
         for p, state in states.items():
+            if not isinstance(state, dict):
+                raise ValueError(f"the saved state of a parameter must be a dict, got {type(state).__name__}")
             for name in ("accumulator", "gradient"):
                 shape = tuple(state[name].shape) if name in state else tuple(local(p).shape)
                 if shape != tuple(local(p).shape):
