@@ -89,7 +89,8 @@ def test_a_state_that_is_none_is_refused() -> None:
     sampler = SGLD(model.parameters(), 0.1, 1000, weights="bfp8")
     backward(model, x, y)
     sampler.step()
-    forged = sampler.state_dict()
-    forged["state"][0] = "step"
-    with pytest.raises(ValueError, match="the saved state of a parameter must be a dict, got str"):
-        sampler.load_state_dict(forged)
+    for index in (0, 77):  # of a parameter, and of none
+        forged = sampler.state_dict()
+        forged["state"][index] = "step"
+        with pytest.raises(ValueError, match="the saved state of a parameter must be a dict, got str"):
+            sampler.load_state_dict(forged)

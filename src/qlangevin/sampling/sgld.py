@@ -318,10 +318,11 @@ class SGLD(Optimizer):
         saved = [i for group in state_dict["param_groups"] for i in group["params"]]
         params = [p for group in self.param_groups for p in group["params"]]
         pairs = zip(saved, params, strict=False)  # torch refuses another number of parameters
-        states = {p: state_dict["state"].get(i, {}) for i, p in pairs}
-        for p, state in states.items():
+        for state in state_dict["state"].values():
             if not isinstance(state, dict):
                 raise ValueError(f"the saved state of a parameter must be a dict, got {type(state).__name__}")
+        states = {p: state_dict["state"].get(i, {}) for i, p in pairs}
+        for p, state in states.items():
             for name in ("accumulator", "gradient"):
                 shape = tuple(state[name].shape) if name in state else tuple(local(p).shape)
                 if shape != tuple(local(p).shape):
