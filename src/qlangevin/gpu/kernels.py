@@ -201,13 +201,13 @@ def decode_elements(
 def decode_blocks(
     codes, exponents, out, spoiled, blocks, line, size, shift, FLAGGED: tl.constexpr, R: tl.constexpr, C: tl.constexpr
 ):
-    """The same for blocks, R in a program."""
+    """The same for blocks, R in a program; programs along the second axis share them."""
     numbers, rows = rows_of(blocks, line, size, R)
     start, length = rows
     # An exponent that no block has, in a damaged file say, may be below those of float32.
     e = tl.load(exponents + numbers, mask=length > 0, other=0).to(tl.int32) - shift
     gap = gap_of(tl.maximum(e, -149), True)
-    for chunk in range(0, (tl.max(length) + (4 * C - 1)) // (4 * C)):
+    for chunk in range(tl.program_id(1), (tl.max(length) + (4 * C - 1)) // (4 * C), tl.num_programs(1)):
         place, inside = in_order(rows, chunk, 4 * C)
         code = tl.load(codes + start + place, mask=inside, other=0)
         value = tl.where(e < -149, 0.0, from_gaps(code.to(tl.float32), gap, True))

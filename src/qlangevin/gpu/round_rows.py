@@ -139,7 +139,7 @@ def finish_codes(rows, first, last, numbers, most, unit, grid, target, C: tl.con
     start, length = rows
     shift = grid[0]
     own = own_gap(float_of(tl.minimum(most, INFINITY).to(tl.uint32, bitcast=True)), grid)
-    tl.store(target[2] + numbers, (own + shift).to(tl.int8), mask=(length > 0) & (first == 0))
+    tl.store(target[2] + numbers, (own + shift).to(tl.int8), mask=tl.where(first == 0, length, 0) > 0)
     up = tl.minimum(unit - own, 30)
     if tl.max(tl.where(most == 0, 0, up)) > 0:
         tl.debug_barrier()  # the codes may have been written by other threads

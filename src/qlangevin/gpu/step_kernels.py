@@ -26,6 +26,7 @@ class Row(IntEnum):
     """Columns of a table."""
 
     X, OTHER, OUT, EXPONENTS, NUMEL, KEY, STEP, COUNT, FIRST, BLOCKS, LINE, SIZE, SLOT = range(13)
+    CODES_OUT, VARIANCES, POSITIVE, SPOILED, STATS = range(13, 18)  # of blocks that programs share
     GRID = auto()  # nine numbers each
     GRADIENTS = GRID + 9
     WEIGHTS = GRADIENTS + 9
@@ -35,6 +36,8 @@ class Row(IntEnum):
 X, OTHER, OUT, EXPONENTS = (tl.constexpr(int(i)) for i in (Row.X, Row.OTHER, Row.OUT, Row.EXPONENTS))
 NUMEL, KEY, STEP, COUNT, FIRST = (tl.constexpr(int(i)) for i in (Row.NUMEL, Row.KEY, Row.STEP, Row.COUNT, Row.FIRST))
 BLOCKS, LINE, SIZE, SLOT = (tl.constexpr(int(i)) for i in (Row.BLOCKS, Row.LINE, Row.SIZE, Row.SLOT))
+CODES_OUT, VARIANCES, POSITIVE = (tl.constexpr(int(i)) for i in (Row.CODES_OUT, Row.VARIANCES, Row.POSITIVE))
+SPOILED, STATS = tl.constexpr(int(Row.SPOILED)), tl.constexpr(int(Row.STATS))
 GRID, GRADIENTS, WEIGHTS, WIDTH = (tl.constexpr(int(i)) for i in (Row.GRID, Row.GRADIENTS, Row.WEIGHTS, Row.WIDTH))
 CLEAR = tl.constexpr(NO_ERROR)
 ROUNDING_BITS, GRADIENT_BITS, WEIGHT_BITS = (tl.constexpr(p) for p in (random.ROUNDING, random.GRADIENT, random.WEIGHT))
