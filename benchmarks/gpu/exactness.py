@@ -1,0 +1,73 @@
+"""Look in compiled kernels for instructions that would change the bits.
+
+For NVIDIA the PTX is the place to look: `ptxas` may neither fuse nor approximate operations that say ``.rn``, and what it makes
+of a correctly rounded division or root (fused multiply-adds around a first guess) is correctly rounded. AMD's compiler expands
+these before there is anything to read; there no more operations may be fused than its divisions and roots account for.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+__all__ = ["find_problems"]
+
+PTX = {
+    r"^fma\.|^mad\.\S*f(16|32|64)": "a product and a sum are fused",
+    r"^(add|sub|mul|div|sqrt)\.(?!rn\.)\S*f(16|32|64)\b": "not rounded to nearest",
+    r"\.approx\b|\.full\b": "approximate",
+    r"\.ftz\b": "denormals become zero",
+    r"^(div|rem)\.[su]64": "64-bit division, a subroutine of a hundred instructions",
+}
+HARMLESS = re.compile(r"^cvt\.r[zn]i\.ftz\.f32\.f32 ")  # trunc and rint make zero of a denormal anyhow, with its sign
+
+FUSED = r"v_(pk_)?(fma|fmac|fmaak|fmamk|mad|mac|madak|madmk)(_legacy)?_(f16|f32|f64)"
+FUSED_IN_DIVISION, FUSED_IN_ROOT = 5, 2
+APPROXIMATE = r"v_(rsq|exp|log|sin|cos)_(f16|f32|f64)"
+MODES = {  # of the floating-point unit, in a kernel's header
+    "denorm_mode_32 3": "denormals become zero",
+    "denorm_mode_16_64 3": "denormals become zero",
+    "round_mode_32 0": "not rounded to nearest",
+    "round_mode_16_64 0": "not rounded to nearest",
+}
+
+
+def find_problems(assembly: str, target: str) -> list[str]:
+    """Return what is wrong with the assembly of a kernel, as phrases; none if it computes what its source says."""
+    instructions = list(instructions_of(assembly))
+    if target.startswith("gfx"):
+        return [*_amd_problems(instructions), *_amd_modes(assembly)]
+    return [
+        f"{what}: {text}"
+        for text in instructions
+        for pattern, what in PTX.items()
+        if re.search(pattern, text) and not HARMLESS.match(text)
+    ]
+
+
+def instructions_of(assembly: str) -> Iterator[str]:
+    """Yield the instructions of PTX or of AMD's assembly, without predicates, labels, directives and comments."""
+    for line in assembly.splitlines():
+        text = re.sub(r"//.*|;.*", "", line).strip()
+        text = re.sub(r"^@!?%\w+\s+", "", text)
+        if re.match(r"[a-z]\w*[. ]?", text) and not text.endswith(":"):
+            yield " ".join(text.split())
+
+
+def _amd_problems(instructions: list[str]) -> Iterator[str]:
+    def those(pattern: str) -> list[str]:
+        return [text for text in instructions if re.match(pattern, text)]
+
+    divisions, roots = len(those(r"v_div_fixup_f32\b")), len(those(r"v_sqrt_f32"))
+    fused, most = those(FUSED), FUSED_IN_DIVISION * divisions + FUSED_IN_ROOT * roots
+    if len(fused) > most:
+        yield f"products and sums are fused: {len(fused)}, and {divisions} divisions and {roots} roots account for {most}"
+    if len(those(r"v_rcp_f32")) > divisions:
+        yield "approximate: a reciprocal that belongs to no division"
+    yield from (f"approximate: {text}" for text in those(APPROXIMATE))
+
+
+def _amd_modes(assembly: str) -> Iterator[str]:
+    for mode, what in MODES.items():
+        if f".amdhsa_float_{mode}" not in assembly:
+            yield f"{what}: the kernel's header lacks {mode}"
