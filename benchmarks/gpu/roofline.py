@@ -8,13 +8,13 @@ clocks below the published ones. So these are bounds from below, which well-made
 
 Published figures, and where:
 
-- NVIDIA A100 80 GB SXM (its data sheet, the white paper on the Ampere architecture): 108 multiprocessors, 1.41 GHz boost, 2039 GB/s.
+- NVIDIA A100 80 GB SXM (data sheet, white paper on Ampere): 108 multiprocessors, 1.41 GHz boost, 2039 GB/s.
 - NVIDIA H100 SXM (data sheet, white paper on Hopper): 132 multiprocessors, 1.98 GHz boost, 3350 GB/s.
 - A multiprocessor of both issues four warp instructions a clock, 128 lanes. Lanes of each unit are from the table of throughputs
   in the CUDA C++ Programming Guide: 32-bit float additions and products 64 (compute capability 8.0) or 128 (9.0), 32-bit
   integers 64, special functions 16; loads and stores 32.
-- AMD MI300X (data sheet, white paper on CDNA 3): 304 compute units, 2.1 GHz, 5300 GB/s. Four vector units of 16 lanes are 64 lanes
-  a clock; the published 163 TFLOP/s need packed or dual instructions, which are not counted on here. Special functions and
+- AMD MI300X (data sheet, white paper on CDNA 3): 304 compute units, 2.1 GHz, 5300 GB/s. Four vector units of 16 lanes are 64
+  lanes a clock; the published 163 TFLOP/s need packed or dual instructions, which are not counted on here. Special functions and
   32-bit integer products take four times as long. Scalar instructions and memory are issued beside.
 """
 
