@@ -22,7 +22,7 @@ import tyro
 if TYPE_CHECKING:  # triton is imported when the environment is right
     from benchmarks.gpu.compiling import Specialisation
 
-__all__ = ["BUDGETS", "Finding", "inspect", "specialisations"]
+__all__ = ["BUDGETS", "QUICK", "Finding", "inspect", "specialisations"]
 
 ALL = ("sm_80", "sm_90", "sm_100", "gfx942")
 # Instructions an element on sm_90, by the name of the specialisation.
@@ -31,6 +31,7 @@ BUDGETS = {
     r"sgld.*bfp8.*row": 180,
     r"quantize.*stochastic": 60,
 }
+QUICK = "|".join(BUDGETS)  # what the tests compile each time
 MOST_BYTES = 1.1  # accessed, over those that have to be moved
 
 

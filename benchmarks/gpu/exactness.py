@@ -2,7 +2,8 @@
 
 For NVIDIA the PTX is the place to look: `ptxas` may neither fuse nor approximate operations that say ``.rn``, and what it makes
 of a correctly rounded division or root (fused multiply-adds around a first guess) is correctly rounded. AMD's compiler expands
-these before there is anything to read; there no more operations may be fused than its divisions and roots account for.
+these before there is anything to read; there as many operations must be fused as its divisions and roots account for: more are
+fused elsewhere, and with fewer some root is only the first guess.
 """
 
 from __future__ import annotations
@@ -59,9 +60,12 @@ def _amd_problems(instructions: list[str]) -> Iterator[str]:
         return [text for text in instructions if re.match(pattern, text)]
 
     divisions, roots = len(those(r"v_div_fixup_f32\b")), len(those(r"v_sqrt_f32"))
-    fused, most = those(FUSED), FUSED_IN_DIVISION * divisions + FUSED_IN_ROOT * roots
-    if len(fused) > most:
-        yield f"products and sums are fused: {len(fused)}, and {divisions} divisions and {roots} roots account for {most}"
+    fused, accounted = len(those(FUSED)), FUSED_IN_DIVISION * divisions + FUSED_IN_ROOT * roots
+    if fused != accounted:
+        what = (
+            "products and sums are fused" if fused > accounted else "approximate, operations that correct are missing"
+        )
+        yield f"{what}: {fused}, and {divisions} divisions and {roots} roots account for {accounted}"
     if len(those(r"v_rcp_f32")) > divisions:
         yield "approximate: a reciprocal that belongs to no division"
     yield from (f"approximate: {text}" for text in those(APPROXIMATE))

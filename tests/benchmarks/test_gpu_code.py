@@ -68,6 +68,7 @@ def test_amd_divisions_and_roots_account_for_fused_operations() -> None:
         (AMD_HEADER + ROOT + "\tv_fmac_f32_e32 v1, v2, v3\n", "fused: 3, and 0 divisions and 1 roots account for 2"),
         (AMD_HEADER + "\tv_pk_fma_f32 v[1:2], v[3:4], v[5:6], v[7:8]\n", "fused"),
         (AMD_HEADER + "\tv_rcp_f32_e32 v1, v2\n", "reciprocal"),
+        (AMD_HEADER + ROOT + "\tv_sqrt_f32_e32 v9, v7\n", "approximate, operations that correct are missing"),
         (AMD_HEADER + "\tv_log_f32_e32 v1, v2\n", "approximate"),
         (AMD_HEADER.replace("denorm_mode_32 3", "denorm_mode_32 0"), "denormals become zero"),
         (AMD_HEADER.replace("round_mode_32 0", "round_mode_32 3"), "not rounded to nearest"),
