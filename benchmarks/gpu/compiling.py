@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import subprocess
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -42,8 +42,8 @@ class Specialisation(Protocol):
         """The function that `triton.jit` returned."""
 
     @property
-    def signature(self) -> Mapping[str, str]:
-        """Type of each argument by name: ``"*fp32"``, ``"i32"``, ``"constexpr"``."""
+    def signature(self) -> Mapping[str, Any]:
+        """Type of each argument by name: ``"*fp32"``, ``"i32"``, ``"constexpr"``, or a tuple of such."""
 
     @property
     def constexprs(self) -> Mapping[str, Any]: ...
@@ -93,20 +93,24 @@ class Code:
 def compile_for(specialisation: Specialisation, target: str) -> Code:
     """Compile a kernel for one of `TARGETS`."""
     gpu = TARGETS[target]
+    types = dict(specialisation.signature)
     # A launch finds torch's memory aligned; of integers it knows nothing in advance.
-    aligned = {
-        (place,): [["tt.divisibility", 16]]
-        for place, type_ in enumerate(specialisation.signature.values())
-        if type_.startswith("*")
-    }
-    source = ASTSource(
-        specialisation.kernel, dict(specialisation.signature), dict(specialisation.constexprs), attrs=aligned
-    )
+    aligned = {place: [["tt.divisibility", 16]] for place in _pointers(tuple(types.values()))}
+    source = ASTSource(specialisation.kernel, types, dict(specialisation.constexprs), attrs=aligned)
     options = {"enable_fp_fusion": False, "num_warps": specialisation.num_warps}
     compiled = triton.compile(source, target=gpu, options=options)
     assembly, binary = ("amdgcn", "hsaco") if gpu.backend == "hip" else ("ptx", "cubin")
     threads = specialisation.num_warps * gpu.warp_size
     return Code(target, threads, compiled.asm[assembly], compiled.asm[binary])
+
+
+def _pointers(types: tuple[Any, ...], *outside: int) -> Iterator[tuple[int, ...]]:
+    """Yield the places of pointers among types of arguments, which may be tuples of types."""
+    for place, type_ in enumerate(types):
+        if isinstance(type_, tuple):
+            yield from _pointers(type_, *outside, place)
+        elif type_.startswith("*"):
+            yield (*outside, place)
 
 
 def _run_tool(name: str, binary: bytes, *options: str) -> str:

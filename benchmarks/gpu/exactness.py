@@ -20,7 +20,9 @@ PTX = {
     r"\.ftz\b": "denormals become zero",
     r"^(div|rem)\.[su]64": "64-bit division, a subroutine of a hundred instructions",
 }
-HARMLESS = re.compile(r"^cvt\.r[zn]i\.ftz\.f32\.f32 ")  # trunc and rint make zero of a denormal anyhow, with its sign
+# Rounded to an integer a denormal is zero anyhow, with its sign: towards zero, to nearest, and downwards if it is positive.
+ALWAYS_HARMLESS = re.compile(r"cvt\.r[zn]i\.ftz\.f32\.f32 ")
+FLOOR = re.compile(r"cvt\.rmi\.ftz\.f32\.f32 %\w+, (%\w+)")
 
 FUSED = r"v_(pk_)?(fma|fmac|fmaak|fmamk|mad|mac|madak|madmk)(_legacy)?_(f16|f32|f64)"
 FUSED_IN_DIVISION, FUSED_IN_ROOT = 5, 2
@@ -38,12 +40,32 @@ def find_problems(assembly: str, target: str) -> list[str]:
     instructions = list(instructions_of(assembly))
     if target.startswith("gfx"):
         return [*_amd_problems(instructions), *_amd_modes(assembly)]
+    made_by = {text.split()[1].rstrip(","): text for text in instructions if " %" in text}
     return [
         f"{what}: {text}"
         for text in instructions
         for pattern, what in PTX.items()
-        if re.search(pattern, text) and not HARMLESS.match(text)
+        if re.search(pattern, text) and not _is_harmless(text, made_by)
     ]
+
+
+def _is_harmless(text: str, made_by: dict[str, str]) -> bool:
+    """Return True for an instruction that says .ftz and cannot meet a denormal for which it matters."""
+    floor = FLOOR.match(text)
+    return bool(ALWAYS_HARMLESS.match(text) or (floor and _is_not_negative(floor[1], made_by)))
+
+
+def _is_not_negative(operand: str, made_by: dict[str, str]) -> bool:
+    """Return True if the instruction that made an operand, or those before it, show that it is not negative."""
+    if operand.startswith("0f"):
+        return operand[2] in "01234567"
+    opcode, _, operands = made_by.get(operand, "").partition(" ")
+    values = operands.split(", ")[1:]
+    if opcode in ("add.rn.f32", "mul.rn.f32"):
+        return all(_is_not_negative(v, made_by) for v in values)
+    if opcode == "max.f32":
+        return any(_is_not_negative(v, made_by) for v in values)
+    return opcode == "abs.f32" or (opcode == "and.b32" and "2147483647" in values)
 
 
 def instructions_of(assembly: str) -> Iterator[str]:

@@ -23,6 +23,9 @@ $L__BB0_2:
 	mul.wide.u32 	%rd4, %r1, 5;
 	cvt.rzi.ftz.f32.f32 	%r4, %r1;
 	max.f32 	%r4, %r1, %r2;
+	abs.f32 	%r5, %r4;
+	add.rn.f32 	%r6, %r5, 0f3EFFFFFF;
+	cvt.rmi.ftz.f32.f32 	%r7, %r6;
 """
 AMD_HEADER = """
 	.amdhsa_float_round_mode_32 0
@@ -45,7 +48,8 @@ def test_what_is_rounded_to_nearest_one_operation_at_a_time_is_fine() -> None:
         ("mul.rz.f32 %r1, %r2, %r3", "not rounded to nearest"),
         ("sqrt.approx.ftz.f32 %r1, %r2", "approximate"),
         ("div.full.f32 %r1, %r2, %r3", "approximate"),
-        ("cvt.rmi.ftz.f32.f32 %r1, %r2", "denormals become zero"),
+        ("cvt.rmi.ftz.f32.f32 %r9, %r2", "denormals become zero"),
+        ("add.rn.f32 %r8, %r5, 0fBEFFFFFF;\n\tcvt.rmi.ftz.f32.f32 %r9, %r8", "denormals become zero"),
         ("rem.u64 %rd1, %rd2, %rd3", "64-bit division"),
         ("div.s64 %rd1, %rd2, %rd3", "64-bit division"),
     ],
