@@ -22,6 +22,7 @@ PTX = {
 }
 # Rounded to an integer a denormal is zero anyhow, with its sign: towards zero, to nearest, and downwards if it is positive.
 ALWAYS_HARMLESS = re.compile(r"cvt\.r[zn]i\.ftz\.f32\.f32 ")
+MAGNITUDE = "2147483647"  # all bits but that of the sign
 FLOOR = re.compile(r"cvt\.rmi\.ftz\.f32\.f32 %\w+, (%\w+)")
 
 FUSED = r"v_(pk_)?(fma|fmac|fmaak|fmamk|mad|mac|madak|madmk)(_legacy)?_(f16|f32|f64)"
@@ -40,7 +41,9 @@ def find_problems(assembly: str, target: str) -> list[str]:
     instructions = list(instructions_of(assembly))
     if target.startswith("gfx"):
         return [*_amd_problems(instructions), *_amd_modes(assembly)]
-    made_by = {text.split()[1].rstrip(","): text for text in instructions if " %" in text}
+    made_by: dict[str, list[str]] = {}
+    for text in instructions:
+        made_by.setdefault(text.partition(" ")[2].partition(",")[0], []).append(text)
     return [
         f"{what}: {text}"
         for text in instructions
@@ -49,23 +52,28 @@ def find_problems(assembly: str, target: str) -> list[str]:
     ]
 
 
-def _is_harmless(text: str, made_by: dict[str, str]) -> bool:
+def _is_harmless(text: str, made_by: dict[str, list[str]]) -> bool:
     """Return True for an instruction that says .ftz and cannot meet a denormal for which it matters."""
     floor = FLOOR.match(text)
-    return bool(ALWAYS_HARMLESS.match(text) or (floor and _is_not_negative(floor[1], made_by)))
+    return bool(ALWAYS_HARMLESS.match(text) or (floor and _is_not_negative(floor[1], made_by, frozenset())))
 
 
-def _is_not_negative(operand: str, made_by: dict[str, str]) -> bool:
-    """Return True if the instruction that made an operand, or those before it, show that it is not negative."""
+def _is_not_negative(operand: str, made_by: dict[str, list[str]], above: frozenset[str]) -> bool:
+    """Return True if the instructions that make an operand show that it is not negative; ``above`` have been asked already."""
     if operand.startswith("0f"):
         return operand[2] in "01234567"
-    opcode, _, operands = made_by.get(operand, "").partition(" ")
-    values = operands.split(", ")[1:]
-    if opcode in ("add.rn.f32", "mul.rn.f32"):
-        return all(_is_not_negative(v, made_by) for v in values)
-    if opcode == "max.f32":
-        return any(_is_not_negative(v, made_by) for v in values)
-    return opcode == "abs.f32" or (opcode == "and.b32" and "2147483647" in values)
+
+    def shows(text: str) -> bool:
+        opcode, _, operands = text.partition(" ")
+        values = operands.split(", ")[1:]
+        signs = [_is_not_negative(v, made_by, above | {operand}) for v in values[:2]]
+        if opcode in ("add.rn.f32", "mul.rn.f32", "min.f32", "mov.b32", "selp.f32"):
+            return all(signs)
+        return (
+            opcode == "abs.f32" or (opcode == "max.f32" and any(signs)) or (opcode == "and.b32" and MAGNITUDE in values)
+        )
+
+    return operand in above or (operand in made_by and all(map(shows, made_by[operand])))
 
 
 def instructions_of(assembly: str) -> Iterator[str]:

@@ -7,7 +7,8 @@ is an upper bound. Instructions whose predicate is false are issued, and count.
 
 Seldom are the slow paths of a division or a root (for denormals and infinities), and what the source marks: a statement or
 function whose first line ends in a comment ``# seldom`` or ``# seldom: ...``. An instruction belongs to it if the line it comes
-from does, or a line that this was inlined at; a block is seldom if most of its instructions are.
+from does, or a line that this was inlined at. A block is seldom if nine tenths of its instructions are: compilers move some
+into blocks that are not, where they are executed always, and count.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ class Instruction(NamedTuple):
 
     @property
     def seldom(self) -> bool:
-        return any(line in seldom_lines(file) for file, line in self.lines)
+        known = all(line > 0 for _, line in self.lines)  # line 0 is of instructions that were merged from several
+        return known and any(line in seldom_lines(file) for file, line in self.lines)
 
     @property
     def ends_block(self) -> bool:
@@ -54,7 +56,7 @@ class Block:
     @property
     def seldom(self) -> bool:
         seldom = sum(i.seldom for i in self.instructions)
-        return any(i.slow for i in self.instructions) or 2 * seldom > len(self.instructions)
+        return any(i.slow for i in self.instructions) or seldom >= 0.9 * len(self.instructions)
 
 
 @lru_cache(maxsize=64)
