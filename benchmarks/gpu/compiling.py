@@ -33,7 +33,10 @@ TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
 class Specialisation(Protocol):
-    """A kernel with the types of its arguments and the values of its constants; `qlangevin.gpu` lists those it launches."""
+    """A kernel with the types of its arguments and the values of its constants.
+
+    It may also have ``attrs``, what is known of arguments by their place, as Triton takes it.
+    """
 
     @property
     def name(self) -> str: ...
@@ -93,10 +96,10 @@ class Code:
 def compile_for(specialisation: Specialisation, target: str) -> Code:
     """Compile a kernel for one of `TARGETS`."""
     gpu = TARGETS[target]
-    types = dict(specialisation.signature)
-    # A launch finds torch's memory aligned; of integers it knows nothing in advance.
-    aligned = {place: [["tt.divisibility", 16]] for place in _pointers(tuple(types.values()))}
-    source = ASTSource(specialisation.kernel, types, dict(specialisation.constexprs), attrs=aligned)
+    types, known = dict(specialisation.signature), getattr(specialisation, "attrs", None)
+    if known is None:  # a launch finds torch's memory aligned; of integers it knows nothing in advance
+        known = {place: [["tt.divisibility", 16]] for place in _pointers(tuple(types.values()))}
+    source = ASTSource(specialisation.kernel, types, dict(specialisation.constexprs), attrs=known)
     options = {"enable_fp_fusion": False, "num_warps": specialisation.num_warps}
     compiled = triton.compile(source, target=gpu, options=options)
     assembly, binary = ("amdgcn", "hsaco") if gpu.backend == "hip" else ("ptx", "cubin")
