@@ -27,6 +27,10 @@ FLOOR = re.compile(r"cvt\.rmi\.ftz\.f32\.f32 %\w+, (%\w+)")
 
 FUSED = r"v_(pk_)?(fma|fmac|fmaak|fmamk|mad|mac|madak|madmk)(_legacy)?_(f16|f32|f64)"
 FUSED_IN_DIVISION, FUSED_IN_ROOT = 5, 2
+HIGH_WORD = "0xcf800000"  # -2^32: in the conversion to a 64-bit integer, where the fused operation is exact
+INTEGER_DIVISION = (
+    "0x4f7ffffe"  # what a reciprocal is multiplied by in the division of integers, which is corrected afterwards
+)
 APPROXIMATE = r"v_(rsq|exp|log|sin|cos)_(f16|f32|f64)"
 MODES = {  # of the floating-point unit, in a kernel's header
     "denorm_mode_32 3": "denormals become zero",
@@ -90,13 +94,16 @@ def _amd_problems(instructions: list[str]) -> Iterator[str]:
         return [text for text in instructions if re.match(pattern, text)]
 
     divisions, roots = len(those(r"v_div_fixup_f32\b")), len(those(r"v_sqrt_f32"))
-    fused, accounted = len(those(FUSED)), FUSED_IN_DIVISION * divisions + FUSED_IN_ROOT * roots
+    holders = [re.split(r"[ ,]+", text)[1] for text in those(rf"[sv]_mov_b32\w* \w+, {HIGH_WORD}")]
+    converting = re.compile(rf"\b({'|'.join([HIGH_WORD, *holders])})\b")
+    fused = len([text for text in those(FUSED) if not converting.search(text)])
+    accounted = FUSED_IN_DIVISION * divisions + FUSED_IN_ROOT * roots
     if fused != accounted:
         what = (
             "products and sums are fused" if fused > accounted else "approximate, operations that correct are missing"
         )
         yield f"{what}: {fused}, and {divisions} divisions and {roots} roots account for {accounted}"
-    if len(those(r"v_rcp_f32")) > divisions:
+    if len(those(r"v_rcp_f32")) > divisions + len(those(rf"v_mul_f32\w* .*{INTEGER_DIVISION}")):
         yield "approximate: a reciprocal that belongs to no division"
     yield from (f"approximate: {text}" for text in those(APPROXIMATE))
 

@@ -66,6 +66,12 @@ def test_amd_divisions_and_roots_account_for_fused_operations() -> None:
     assert find_problems(AMD_HEADER + ROOT + DIVISION, "gfx942") == []
 
 
+def test_amd_arithmetic_of_integers_is_not_that_of_floats() -> None:
+    to_64_bits = "\ts_mov_b32 s68, 0xcf800000\n\tv_fma_f32 v1, v2, s68, v3\n\tv_fmac_f32_e32 v1, 0xcf800000, v2\n"
+    division = "\tv_rcp_f32_e32 v2, v2\n\tv_mul_f32_e32 v2, 0x4f7ffffe, v2\n"
+    assert find_problems(AMD_HEADER + to_64_bits + division, "gfx942") == []
+
+
 @pytest.mark.parametrize(
     ("assembly", "what"),
     [
