@@ -54,7 +54,11 @@ class Specialisation(Protocol):
     def num_warps(self) -> int: ...
     @property
     def elements_per_program(self) -> int:
-        """Elements that a program handles when every loop of it runs once."""
+        """Elements that a program handles."""
+
+    @property
+    def passes(self) -> int:
+        """How often each loop of it runs for them."""
 
     @property
     def bytes_per_element(self) -> float:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import product
+from itertools import chain, product
 from typing import NamedTuple
 
 import torch
@@ -21,28 +21,28 @@ from qlangevin.quantization.operators import Rounding
 
 __all__ = ["Operation", "operations"]
 
-ROW, LONG_ROW, HUGE = 256, 4096, 20_000
-# Formats by kernel: elements on their own, blocks of several lengths.
+# Formats by kernel, with a shape: elements on their own; blocks of several lengths, that of a ResNet's middle layers being 2304.
 LAYOUTS: dict[str, tuple[str, tuple[int, ...]]] = {
-    "fixed8.6": ("fixed8.6", (2, ROW)),
-    "fp8_e4m3": ("fp8_e4m3", (2, ROW)),
-    "bf16": ("bf16", (2, ROW)),
-    "bfp8, rows": ("bfp8", (2, ROW)),
-    "bfp8, long rows": ("bfp8", (2, LONG_ROW)),
-    "bfp8, huge rows": ("bfp8", (1, HUGE)),
-    "bfp8/32": ("bfp8/32", (2, ROW)),
-    "bfp8/tensor": ("bfp8/tensor", (2, HUGE)),
+    "fixed8.6": ("fixed8.6", (2, 256)),
+    "fp8_e4m3": ("fp8_e4m3", (2, 256)),
+    "bf16": ("bf16", (2, 256)),
+    "bfp8, rows of 576": ("bfp8", (2, 576)),
+    "bfp8, rows of 2304": ("bfp8", (2, 2304)),
+    "bfp8, rows of 20000": ("bfp8", (1, 20000)),
+    "bfp8/32": ("bfp8/32", (2, 256)),
+    "bfp8/tensor": ("bfp8/tensor", (1, 20000)),
 }
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-IMPORTANT = ("fixed8.6", "bfp8, rows")
+IMPORTANT = ("fixed8.6", "bfp8, rows of 2304")
 
 
 class Operation(NamedTuple):
-    """An operation with its name and its least bytes an element."""
+    """An operation with its name and its least bytes an element; a row is the length of its blocks, if it has blocks."""
 
     name: str
     bytes: float
     run: Callable[[], object]
+    row: int = 0
 
 
 def operations(quick: bool) -> Iterator[Operation]:
@@ -51,10 +51,11 @@ def operations(quick: bool) -> Iterator[Operation]:
         for name, (format, shape) in LAYOUTS.items():
             if quick and name not in IMPORTANT:
                 continue
-            yield from _quantizers(name, format, torch.randn(shape), quick)
-            # yield from _steps(name, format, shape, quick)
+            row = 32 if format == "bfp8/32" else shape[1] if "bfp8" in format else 0
+            found = [_quantizers(name, format, torch.randn(shape), quick), _steps(name, format, shape, quick)]
             if not quick:
-                yield from _with_codes(name, format, torch.randn(shape))
+                found.append(_with_codes(name, format, torch.randn(shape)))
+            yield from (operation._replace(row=row) for operation in chain.from_iterable(found))
 
 
 def _quantizers(name: str, format: str, x: Tensor, quick: bool) -> Iterator[Operation]:
@@ -104,8 +105,8 @@ def _with_codes(name: str, format: str, x: Tensor) -> Iterator[Operation]:
 
 
 def _steps(name: str, format: str, shape: tuple[int, ...], quick: bool) -> Iterator[Operation]:
-    """Yield steps on codes, with 8-bit gradients and without, and on floats; a step reads a gradient, and a weight, and writes it."""
-    for gradients in () if True else (None,) if quick else (None, "bfp8"):
+    """Yield steps on codes, with 8-bit gradients and without, and on floats. Gradient and weight are read, the weight is written."""
+    for gradients in (None,) if quick else (None, "bfp8"):
         label = f"step on codes, {name}" + (f", gradients {gradients}" if gradients else "")
         size = 4 + 2 * ql.parse(format).storage_bits / 8
         yield Operation(label, size, _stepping(shape, torch.float32, format, gradients, packed=True))

@@ -1,9 +1,9 @@
 """A path through the control-flow graph of a kernel: the instructions that a warp usually executes.
 
 It is the longest path from the entry to an exit that takes every loop once and enters no seldom block. Longest, so that of two
-branches the dearer one counts and nothing is gained by an early exit. Once, because `Specialisation.elements_per_program` are
-the elements of one pass; a program that passes several times pays only once for what stands outside its loops, so that the count
-is an upper bound. Instructions whose predicate is false are issued, and count.
+branches the dearer one counts and nothing is gained by an early exit. What stands in loops is told apart from the rest, because
+the loops of these kernels pass over the elements of a program, all of them equally often. Instructions whose predicate is
+false are issued, and count.
 
 Seldom are the slow paths of a division or a root (for denormals and infinities), and what the source marks: a statement or
 function whose first line ends in a comment ``# seldom`` or ``# seldom: ...``. An instruction belongs to it if the line it comes
@@ -17,10 +17,10 @@ import ast
 import re
 from dataclasses import dataclass, field
 from functools import lru_cache
-from pathlib import Path
+from pathlib import Path as File
 from typing import NamedTuple
 
-__all__ = ["Instruction", "common_path"]
+__all__ = ["Instruction", "Path", "common_path"]
 
 SELDOM = re.compile(r"#\s*seldom\b")
 
@@ -46,6 +46,17 @@ class Instruction(NamedTuple):
         return self.jumps_to is not None or not self.falls_through or self.leaves
 
 
+class Path(NamedTuple):
+    """The instructions of a path, those outside of all loops and those inside."""
+
+    outside: list[Instruction]
+    inside: list[Instruction]
+
+    @property
+    def instructions(self) -> list[Instruction]:
+        return [*self.outside, *self.inside]
+
+
 @dataclass
 class Block:
     """Instructions that are executed one after the other, and the blocks that may follow."""
@@ -62,9 +73,9 @@ class Block:
 @lru_cache(maxsize=64)
 def seldom_lines(file: str) -> frozenset[int]:
     """Return the lines of a source file that are marked as seldom."""
-    if not Path(file).is_file():
+    if not File(file).is_file():
         return frozenset()
-    source = Path(file).read_text(encoding="utf-8")
+    source = File(file).read_text(encoding="utf-8")
     text = source.splitlines()
     found: set[int] = set()
     for node in ast.walk(ast.parse(source)) if SELDOM.search(source) else ():
@@ -75,13 +86,13 @@ def seldom_lines(file: str) -> frozenset[int]:
     return frozenset(found)
 
 
-def common_path(instructions: list[Instruction], labels: dict[str, int]) -> list[Instruction]:
-    """Return the instructions on the path; labels are places in the list."""
+def common_path(instructions: list[Instruction], labels: dict[str, int]) -> Path:
+    """Return the path; labels are places in the list."""
     blocks = build_blocks(instructions, labels)
     follows = {i: {f for f in b.follows if not blocks[f].seldom} for i, b in enumerate(blocks) if not b.seldom}
     if 0 not in follows:
         raise ValueError("the kernel's first block is marked as seldom")
-    take_loops_once(follows)
+    looping = take_loops_once(follows)
     best: dict[int, tuple[int, list[int]]] = {}
     for block in _postorder(follows):
         here = blocks[block].instructions
@@ -91,7 +102,10 @@ def common_path(instructions: list[Instruction], labels: dict[str, int]) -> list
             best[block] = (len(here) + length, [block, *path])
     if 0 not in best:
         raise ValueError("every path through the kernel enters a block that is marked as seldom")
-    return [i for block in best[0][1] for i in blocks[block].instructions]
+    return Path(
+        [i for block in best[0][1] if block not in looping for i in blocks[block].instructions],
+        [i for block in best[0][1] if block in looping for i in blocks[block].instructions],
+    )
 
 
 def build_blocks(instructions: list[Instruction], labels: dict[str, int]) -> list[Block]:
@@ -108,12 +122,15 @@ def build_blocks(instructions: list[Instruction], labels: dict[str, int]) -> lis
     return blocks
 
 
-def take_loops_once(follows: dict[int, set[int]]) -> None:
-    """Turn every jump to the beginning of a loop into jumps to where the loop may end, until there are no loops."""
+def take_loops_once(follows: dict[int, set[int]]) -> set[int]:
+    """Turn every jump to the beginning of a loop into jumps to where the loop may end; return the blocks that were in loops."""
+    looping: set[int] = set()
     while back := _find_jump_back(follows):
         end, begin = back
         inside = _leading_to(follows, end, begin)
         follows[end] = (follows[end] - {begin}) | {f for block in inside for f in follows[block] if f not in inside}
+        looping |= inside
+    return looping
 
 
 def _find_jump_back(follows: dict[int, set[int]]) -> tuple[int, int] | None:

@@ -1,4 +1,4 @@
-"""``python -m benchmarks.gpu.recording FILE``: record the launches of everything that has a GPU kernel, as a launch specialises them.
+"""``python -m benchmarks.gpu.recording FILE``: record the launches of all that has a GPU kernel, as Triton specialises them.
 
 This runs in Triton's interpreter: the library does its work on small CPU tensors, and every launch is written down with the
 types, constants and alignments that Triton would compile a kernel for. `read` gives them back, to be compiled in another process,
@@ -34,6 +34,7 @@ class Launch:
     aligned: list[int]  # places of arguments that are divisible by 16
     num_warps: int
     programs: int
+    row: int = 0  # elements of a block, if the operation has blocks
     bytes_per_element: float = 0.0  # of the whole operation, which may be several launches
 
     @property
@@ -46,9 +47,18 @@ class Launch:
 
     @property
     def elements_per_program(self) -> int:
-        """By the names that constants have in the kernels: R rows, C counters of four elements each, or E elements."""
-        constants = self.constexprs
-        return int(constants["E"]) if "E" in constants else 4 * int(constants["C"]) * int(constants.get("R", 1))
+        """By the names that constants have in the kernels: R blocks, or C counters of four elements each, or E elements."""
+        rows = self.constexprs.get("R")
+        return rows * self.row if rows and self.row else self._chunk * (rows or 1)
+
+    @property
+    def passes(self) -> int:
+        return -(-self.row // self._chunk) if self.row and "R" in self.constexprs else 1
+
+    @property
+    def _chunk(self) -> int:
+        """The elements of a block that one pass of a loop handles."""
+        return int(self.constexprs.get("E", 0)) or 4 * int(self.constexprs["C"])
 
     @property
     def identity(self) -> str:
@@ -139,7 +149,7 @@ def main(file: Path, quick: bool) -> None:
     for operation in operations(quick):
         with record() as launches:
             operation.run()
-        found.append((operation.name, operation.bytes, [vars(launch) for launch in launches]))
+        found.append((operation.name, operation.bytes, [vars(launch) | {"row": operation.row} for launch in launches]))
     file.write_text(json.dumps(found), encoding="utf-8")
 
 

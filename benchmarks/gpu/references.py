@@ -63,6 +63,7 @@ class Reference:
     elements_per_program: int
     bytes_per_element: float
     num_warps: int = 4
+    passes: int = 1
 
 
 def randn(target: str) -> Reference:

@@ -76,8 +76,9 @@ def cost_of(specialisation: Specialisation, code: Code) -> Cost:
     amd = code.target.startswith("gfx")
     path = common_path(*(read_amd(code.assembly) if amd else read_sass(code.disassembly)))
     lanes = code.threads / specialisation.elements_per_program  # of an element
-    units = {unit: count * lanes for unit, count in Counter(i.unit for i in path).items()}
-    return Cost(units, specialisation.bytes_per_element, lanes * sum(map(bytes_accessed, path)))
+    executed = [*path.outside, *path.inside * specialisation.passes]
+    units = {unit: count * lanes for unit, count in Counter(i.unit for i in executed).items()}
+    return Cost(units, specialisation.bytes_per_element, lanes * sum(map(bytes_accessed, executed)))
 
 
 def estimate_seconds(cost: Cost, gpu: Gpu, elements: float) -> float:

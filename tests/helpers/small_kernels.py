@@ -49,6 +49,7 @@ class Small:
     constexprs: dict[str, Any] = field(default_factory=dict)
     integers: str = "i32"
     num_warps: int = 4
+    passes: int = 1
     elements_per_program: int = 1024
     bytes_per_element: float = 12.0
 
