@@ -105,7 +105,7 @@ def _with_codes(name: str, format: str, x: Tensor) -> Iterator[Operation]:
 
 
 def _steps(name: str, format: str, shape: tuple[int, ...], quick: bool) -> Iterator[Operation]:
-    """Yield steps on codes, with 8-bit gradients and without, and on floats. Gradient and weight are read, the weight is written."""
+    """Yield steps on codes, with 8-bit gradients and without, and on floats: two numbers are read, the weight is written."""
     for gradients in (None,) if quick else (None, "bfp8"):
         label = f"step on codes, {name}" + (f", gradients {gradients}" if gradients else "")
         size = 4 + 2 * ql.parse(format).storage_bits / 8

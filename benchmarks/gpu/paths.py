@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path as File
@@ -23,6 +24,7 @@ from typing import NamedTuple
 __all__ = ["Instruction", "Path", "common_path"]
 
 SELDOM = re.compile(r"#\s*seldom\b")
+TIMES = re.compile(r"#\s*times (\d+)\b")
 
 
 class Instruction(NamedTuple):
@@ -42,6 +44,11 @@ class Instruction(NamedTuple):
         return known and any(line in seldom_lines(file) for file, line in self.lines)
 
     @property
+    def times(self) -> int:
+        """How often a loop that says so runs; 0 if none does."""
+        return max((times_of_lines(file).get(line, 0) for file, line in self.lines), default=0)
+
+    @property
     def ends_block(self) -> bool:
         return self.jumps_to is not None or not self.falls_through or self.leaves
 
@@ -55,6 +62,12 @@ class Path(NamedTuple):
     @property
     def instructions(self) -> list[Instruction]:
         return [*self.outside, *self.inside]
+
+    def executed(self, passes: int) -> Iterator[Instruction]:
+        """Yield each instruction as often as it is executed: loops whose source says ``# times 6`` that often, others ``passes``."""
+        yield from self.outside
+        for i in self.inside:
+            yield from [i] * (i.times or passes)
 
 
 @dataclass
@@ -84,6 +97,20 @@ def seldom_lines(file: str) -> frozenset[int]:
             inner = node.body if isinstance(node, ast.If | ast.While) else [node]
             found.update(range(inner[0].lineno, (inner[-1].end_lineno or inner[-1].lineno) + 1))
     return frozenset(found)
+
+
+@lru_cache(maxsize=64)
+def times_of_lines(file: str) -> dict[int, int]:
+    """Return the lines of the loops of a source file that say how often they run, with that number."""
+    if not File(file).is_file():
+        return {}
+    source = File(file).read_text(encoding="utf-8")
+    text = source.splitlines()
+    found: dict[int, int] = {}
+    for node in ast.walk(ast.parse(source)) if TIMES.search(source) else ():
+        if isinstance(node, ast.For | ast.While) and (mark := TIMES.search(text[node.lineno - 1])):
+            found.update(dict.fromkeys(range(node.lineno, (node.end_lineno or node.lineno) + 1), int(mark[1])))
+    return found
 
 
 def common_path(instructions: list[Instruction], labels: dict[str, int]) -> Path:

@@ -64,7 +64,7 @@ class Launch:
     def identity(self) -> str:
         """What makes Triton compile a kernel of its own."""
         parts = (self.module, self.function, self.signature, self.constexprs, self.aligned, self.num_warps)
-        return json.dumps(parts, sort_keys=True)
+        return json.dumps(parts, sort_keys=True, default=str)
 
 
 @dataclass(frozen=True)
@@ -134,11 +134,13 @@ def record_in_child(quick: bool) -> list[Recorded]:
 
 
 def read(file: Path) -> list[Recorded]:
-    """Return what `main` wrote."""
-    return [
-        Recorded(name, size, [Launch(**launch) for launch in launches])
-        for name, size, launches in json.loads(file.read_text(encoding="utf-8"))
-    ]
+    """Return what `main` wrote; constants may be Triton's dtypes."""
+    from triton.language import dtype
+
+    written = json.loads(
+        file.read_text(encoding="utf-8"), object_hook=lambda d: dtype(d["dtype"]) if d.keys() == {"dtype"} else d
+    )
+    return [Recorded(name, size, [Launch(**launch) for launch in launches]) for name, size, launches in written]
 
 
 def main(file: Path, quick: bool) -> None:
@@ -150,7 +152,7 @@ def main(file: Path, quick: bool) -> None:
         with record() as launches:
             operation.run()
         found.append((operation.name, operation.bytes, [vars(launch) | {"row": operation.row} for launch in launches]))
-    file.write_text(json.dumps(found), encoding="utf-8")
+    file.write_text(json.dumps(found, default=lambda dtype: {"dtype": dtype.name}), encoding="utf-8")
 
 
 if __name__ == "__main__":

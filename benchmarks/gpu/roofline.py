@@ -76,7 +76,7 @@ def cost_of(specialisation: Specialisation, code: Code) -> Cost:
     amd = code.target.startswith("gfx")
     path = common_path(*(read_amd(code.assembly) if amd else read_sass(code.disassembly)))
     lanes = code.threads / specialisation.elements_per_program  # of an element
-    executed = [*path.outside, *path.inside * specialisation.passes]
+    executed = list(path.executed(specialisation.passes))
     units = {unit: count * lanes for unit, count in Counter(i.unit for i in executed).items()}
     return Cost(units, specialisation.bytes_per_element, lanes * sum(map(bytes_accessed, executed)))
 
