@@ -17,7 +17,7 @@ from . import kernels
 from .means import MOVE, NO_DRIFT
 
 ROUNDINGS = {"nearest": 0, "stochastic": 1, "corrected": 2}
-COUNTERS = 256  # of a program that rounds elements one by one: eight elements a thread
+COUNTERS = 512  # of a program that rounds elements one by one: sixteen elements a thread
 ELEMENTS = 1024  # of a program that encodes or decodes
 OPTIONS = {"enable_fp_fusion": False}  # a product and a sum in one instruction round once: other bits
 

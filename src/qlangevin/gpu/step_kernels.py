@@ -15,7 +15,7 @@ import triton.language as tl
 from ..quantization import random
 from ..quantization.backend import NO_ERROR
 from .codes import float_value
-from .elements import CORRECTED, FIXED, NEAREST, NONE, STOCHASTIC, round_element
+from .elements import CORRECTED, FIXED, NEAREST, NONE, STOCHASTIC, round_code, round_element
 from .generator import NOISE, bits_of, centered, normal
 from .kernels import encode_element
 from .laws import V0, from_gaps, gap_of, variance_in_gaps
@@ -180,8 +180,12 @@ def step_elements(
             if ROUNDING != CORRECTED:
                 if noisy:
                     move = move + sigma * xi[k]
-            value = round_moved(theta, move, v, h[k], xi[k], grid, KIND, ROUNDING, TINY)
-            store_theta(x, at, inside, value, grid, KIND, CODES, TINY)
+            if CODES and KIND == FIXED and not TINY and ROUNDING != NEAREST:
+                new = round_code(tl.load(x + at, mask=inside, other=0).to(tl.float32), move, v, h[k], xi[k], grid, ROUNDING)
+                tl.store(x + at, new.to(TYPE), mask=inside)
+            else:
+                value = round_moved(theta, move, v, h[k], xi[k], grid, KIND, ROUNDING, TINY)
+                store_theta(x, at, inside, value, grid, KIND, CODES, TINY)
             if THEN:
                 weights = load_grid(row, WEIGHTS)
                 HOW: tl.constexpr = NEAREST if ROUNDING == NEAREST else STOCHASTIC
