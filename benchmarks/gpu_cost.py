@@ -10,7 +10,7 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,8 +22,13 @@ if TYPE_CHECKING:  # triton is imported when the environment is right
     from benchmarks.gpu.roofline import Cost, Gpu
 
 SIZES = {"ResNet-18, 11.17M weights": 11.17e6, "7 billion weights": 7e9}
-# What the tables show of all that ships: a name for people, and the specialisation's.
-SHOWN: dict[str, str] = {}
+# What the tables show: a name for people, and that of the operation in `gpu.operations`.
+SHOWN = {
+    "VC SGLDLP-L step on codes, `fixed8`, Gaussian noise": "step on codes, fixed8.6",
+    "VC SGLDLP-L step on codes, `bfp8`, rows of 2304": "step on codes, bfp8, rows of 2304",
+    "`quantize`, stochastic, `fixed8`": "quantize, stochastic, fixed8.6, float32",
+    "`quantize`, stochastic, `bfp8`, rows of 2304": "quantize, stochastic, bfp8, rows of 2304, float32",
+}
 MARK = re.compile(r"(<!-- tables -->\n).*(<!-- end of tables -->)", re.DOTALL)
 
 
@@ -46,19 +51,27 @@ class Line:
 def lines() -> list[Line]:
     """Compile what is shown, and what it is compared with."""
     from benchmarks.gpu.compiling import compile_for
+    from benchmarks.gpu.recording import record_in_child
     from benchmarks.gpu.references import SGD, randn
-    from benchmarks.gpu.roofline import GPUS, cost_of
-    from benchmarks.gpu_code import specialisations
+    from benchmarks.gpu.roofline import GPUS, cost_of, together
 
-    def line(name: str, of: Mapping[str, Specialisation]) -> Line:
-        return Line(name, {gpu: cost_of(s, compile_for(s, GPUS[gpu].target)) for gpu, s in of.items()})
-
-    ours = {s.name: s for s in specialisations()}
-    return [
-        *(line(name, dict.fromkeys(GPUS, ours[key])) for name, key in SHOWN.items()),
-        line("`torch.randn`: Philox4x32-10, Box-Muller", {gpu: randn(GPUS[gpu].target) for gpu in GPUS}),
-        line("plain SGD, FP32", dict.fromkeys(GPUS, SGD)),
-    ]
+    ours = {operation.name: operation for operation in record_in_child(quick=True)}
+    shown = []
+    for name, key in SHOWN.items():
+        launches, size = ours[key].launches, ours[key].bytes
+        shown.append(
+            Line(
+                name, {g: together([cost_of(x, compile_for(x, GPUS[g].target)) for x in launches], size) for g in GPUS}
+            )
+        )
+    others: dict[str, Callable[[str], Specialisation]] = {
+        "`torch.randn`: Philox4x32-10, Box-Muller": randn,
+        "plain SGD, FP32": lambda target: SGD,
+    }
+    for name, make in others.items():
+        made = {g: make(GPUS[g].target) for g in GPUS}
+        shown.append(Line(name, {g: cost_of(x, compile_for(x, GPUS[g].target)) for g, x in made.items()}))
+    return shown
 
 
 def tables(rows: list[Line], gpus: Mapping[str, Gpu]) -> str:

@@ -11,12 +11,12 @@ from itertools import chain, product
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import qlangevin as ql
 from qlangevin import gpu
 from qlangevin.quantization import random
-from qlangevin.quantization.backend import Kernels, kernels_for
+from qlangevin.quantization.backend import Kernels, TensorStep, kernels_for
 from qlangevin.quantization.operators import Rounding
 
 __all__ = ["Operation", "operations"]
@@ -105,34 +105,36 @@ def _with_codes(name: str, format: str, x: Tensor) -> Iterator[Operation]:
 
 
 def _steps(name: str, format: str, shape: tuple[int, ...], quick: bool) -> Iterator[Operation]:
-    """Yield steps on codes, with 8-bit gradients and without, and on floats: two numbers are read, the weight is written."""
-    for gradients in (None,) if quick else (None, "bfp8"):
+    """Yield steps on codes, with 8-bit gradients and without, and on floats.
+
+    A step reads weight and gradient, and writes the weight. It reads the gradient once more, before anything is changed, to see
+    if it is finite.
+    """
+    x = torch.randn(shape) * 0.1
+    for gradients in (None,) if quick else (None, "bfp8", "fixed8.6"):
         label = f"step on codes, {name}" + (f", gradients {gradients}" if gradients else "")
-        size = 4 + 2 * ql.parse(format).storage_bits / 8
-        yield Operation(label, size, _stepping(shape, torch.float32, format, gradients, packed=True))
+        size = 8 + 2 * ql.parse(format).storage_bits / 8
+        yield Operation(label, size, partial(_step, ql.encode(x, format), x * 1e-3, format, gradients, None))
     for dtype, torch_dtype in {} if quick else DTYPES.items():
-        weights = format if dtype == "float32" else "bfp8e5" if "bfp8" in format else "fixed8.6"
-        run = _stepping(shape, torch_dtype, weights, None, packed=False)
-        yield Operation(f"step on {dtype}, {name}", 3 * torch_dtype.itemsize, run)
+        weights = x.to(torch_dtype)
+        run = partial(_step, weights, weights * 1e-3, format, None, None)
+        yield Operation(f"step on {dtype}, {name}", 4 * torch_dtype.itemsize, run)
+    for accumulator in () if quick else ("fp32", "fixed16.10"):
+        run = partial(_step, ql.encode(x, format), x * 1e-3, format, None, accumulator)
+        yield Operation(f"step on codes, {name}, accumulator {accumulator}", 17, run)
 
 
-def _stepping(
-    shape: tuple[int, ...], dtype: torch.dtype, format: str, gradients: str | None, packed: bool
-) -> Callable[[], object]:
-    model = nn.ParameterList([nn.Parameter((torch.randn(shape) * 0.1).to(dtype))])
-    if packed:
-        ql.pack(model, format)
-    sampler = ql.SGLD(
-        model.parameters(),
-        lr=0.1,
-        num_data=1000,
-        weight_decay=1e-4,
-        weights=None if packed else format,
-        gradients=gradients,
-    )
-    for p in model.parameters():
-        p.grad = torch.randn(p.shape, dtype=dtype) * 1e-3
-    return sampler.step
+def _step(theta: Tensor, gradient: Tensor, format: str, gradients: str | None, accumulator: str | None) -> None:
+    """Step one tensor as a sampler does: begin, then the step."""
+    kernels = _kernels(gradient)
+    counts, flags = torch.zeros(1, dtype=torch.int64), torch.full((2,), 2**31 - 1, dtype=torch.int32)
+    kernels.begin_step([gradient], [0], counts, flags)
+    copy = gradient.clone() if accumulator else None
+    kernels.sgld(
+        [TensorStep(theta, gradient, ql.Key(0), copy)], weights=ql.parse(format),
+        gradients=None if gradients is None else ql.parse(gradients), accumulator=ql.parse(accumulator) if accumulator else None,
+        rounding="corrected", lr=0.1, weight_decay=1e-4, variance=2e-4, maximize=False, slots=[0], counts=counts, flags=flags,
+    )  # fmt: skip
 
 
 def _kernels(x: Tensor) -> Kernels:

@@ -64,7 +64,7 @@ class Path(NamedTuple):
         return [*self.outside, *self.inside]
 
     def executed(self, passes: int) -> Iterator[Instruction]:
-        """Yield each instruction as often as it is executed: loops whose source says ``# times 6`` that often, others ``passes``."""
+        """Yield each instruction as often as it is executed: loops that say ``# times 6`` that often, others ``passes``."""
         yield from self.outside
         for i in self.inside:
             yield from [i] * (i.times or passes)

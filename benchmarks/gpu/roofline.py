@@ -21,7 +21,7 @@ Published figures, and where:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -31,7 +31,7 @@ from .paths import common_path
 if TYPE_CHECKING:  # needs triton
     from .compiling import Code, Specialisation
 
-__all__ = ["GPUS", "Cost", "Gpu", "cost_of", "estimate_seconds", "limit_of"]
+__all__ = ["GPUS", "Cost", "Gpu", "cost_of", "estimate_seconds", "limit_of", "together"]
 
 
 @dataclass(frozen=True)
@@ -79,6 +79,14 @@ def cost_of(specialisation: Specialisation, code: Code) -> Cost:
     executed = list(path.executed(specialisation.passes))
     units = {unit: count * lanes for unit, count in Counter(i.unit for i in executed).items()}
     return Cost(units, specialisation.bytes_per_element, lanes * sum(map(bytes_accessed, executed)))
+
+
+def together(costs: Sequence[Cost], least_bytes: float) -> Cost:
+    """Return the cost of several launches one after the other, which have to move so many bytes an element."""
+    units: Counter[str] = Counter()
+    for cost in costs:
+        units.update(cost.units)  # type: ignore[arg-type]  # typed for integers
+    return Cost(dict(units), least_bytes, sum(cost.accessed for cost in costs))
 
 
 def estimate_seconds(cost: Cost, gpu: Gpu, elements: float) -> float:
