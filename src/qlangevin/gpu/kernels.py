@@ -68,7 +68,7 @@ def quantize_elements(
             value = tl.where(tl.load(positive + at, mask=inside, other=0) > 0, value, 0.0)
         tl.store(out + at, value.to(out.dtype.element_ty), mask=inside)
     if HAS_CODES:
-        if tl.max(spoils) > 0:
+        if tl.max(spoils) > 0:  # seldom
             tl.store(spoiled, 1)
 
 
@@ -125,7 +125,7 @@ def encode_elements(
     if RELU:
         value = tl.where(value < 0.0, 0.0, value)  # a NaN stays one
         tl.store(out + at, value.to(out.dtype.element_ty), mask=inside)
-        if tl.max((inside & (value != value)).to(tl.int32)) > 0:
+        if tl.max((inside & (value != value)).to(tl.int32)) > 0:  # seldom
             tl.store(spoiled, 1)
     code = encode_element(value, grid, KIND, TINY, codes.dtype.element_ty.primitive_bitwidth)
     tl.store(codes + at, code.to(codes.dtype.element_ty), mask=inside)
@@ -150,7 +150,7 @@ def encode_blocks(
     largest = tl.max(most, 1)[:, None]
     spoils = (largest > INFINITY) & (length > 0)
     if RELU:
-        if tl.max(spoils.to(tl.int32)) > 0:
+        if tl.max(spoils.to(tl.int32)) > 0:  # seldom
             tl.store(spoiled, 1)
     own = own_gap(tl.minimum(largest, INFINITY).to(tl.float32, bitcast=True), grid)
     gap = gap_of(own, TINY)

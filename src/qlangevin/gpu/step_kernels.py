@@ -48,7 +48,7 @@ def find_row(table, count):
     """Return the row of the tensor that this program works on, and the number of the program among those of the tensor."""
     pid = tl.program_id(0)
     low, high = 0, count
-    while high - low > 1:
+    while high - low > 1:  # times 6: a ResNet-18 has 62 tensors
         middle = (low + high) // 2
         if tl.load(table + middle * WIDTH + FIRST) <= pid:
             low = middle
@@ -114,7 +114,7 @@ def begin(table, flags, count, TYPE: tl.constexpr, ALIGNED: tl.constexpr, E: tl.
             tl.store(counted, tl.load(counted) + 1)
     at = part.to(tl.int64) * E + tl.arange(0, E)
     g = tl.load(pointer(row, X, TYPE, ALIGNED) + at, mask=at < tl.load(row + NUMEL), other=0).to(tl.float32)
-    if tl.max((bits_of(tl.abs(g)) >= 0x7F800000).to(tl.int32)) > 0:
+    if tl.max((bits_of(tl.abs(g)) >= 0x7F800000).to(tl.int32)) > 0:  # seldom
         tl.atomic_min(flags, tl.load(row + SLOT).to(tl.int32))
 
 
