@@ -144,7 +144,9 @@ def _round_split(
     v = 0.0 if variance is None or each else float(variance)
     drift, tiny = int((NO_DRIFT if move is None else MOVE).value), is_tiny(grid_of(format, x.shape))
     numbers = (0.0, 0.0, 0.0, v)
-    split.round_split(split.SplitRun(_launch_on_table, numbers, ROUNDINGS[rounding], purpose, drift, tiny), [item], False)
+    split.round_split(
+        split.SplitRun(_launch_on_table, numbers, ROUNDINGS[rounding], purpose, drift, tiny), [item], False
+    )
 
 
 def _launch_on_table(kernel: Any, table: Table, *numbers: float, warps: int, **constants: Any) -> None:
@@ -171,9 +173,7 @@ def relu_with_codes(
     return True
 
 
-def _encode(
-    x: Tensor, out: Tensor, codes: Tensor, exponents: Tensor, format: Format, spoiled: Tensor | None
-) -> None:
+def _encode(x: Tensor, out: Tensor, codes: Tensor, exponents: Tensor, format: Format, spoiled: Tensor | None) -> None:
     grid, relu = grid_of(format, x.shape), spoiled is not None
     if grid.kind == GridKind.BLOCK and grid.size > split.LONGEST:
         source, values = (torch.clamp_min(x, 0, out=out), out) if relu else (x, None)
@@ -202,7 +202,11 @@ def decode(
     if format == FP32:
         values.copy_(codes.view(torch.float32))
         return
-    grid, flag, constants = grid_of(format, codes.shape), codes if spoiled is None else spoiled, {"FLAGGED": spoiled is not None}
+    grid, flag, constants = (
+        grid_of(format, codes.shape),
+        codes if spoiled is None else spoiled,
+        {"FLAGGED": spoiled is not None},
+    )
     if grid.kind != GridKind.BLOCK:
         run(
             kernels.decode_elements, triton.cdiv(codes.numel(), ELEMENTS), codes.device, codes, values, flag, codes.numel(),

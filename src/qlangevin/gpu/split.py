@@ -11,7 +11,7 @@ import triton.language as tl
 
 from . import split_kernels
 from .split_kernels import Stat
-from .tables import Item, Table, make_table
+from .tables import Item, make_table
 
 __all__ = ["LONGEST", "TYPES", "SplitRun", "round_split"]
 

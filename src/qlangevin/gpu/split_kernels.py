@@ -78,7 +78,15 @@ def piece_of(table, count, PIECE: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def load_mean(row, rate, sign, decay, v, source, TYPE: tl.constexpr, OTHER_TYPE: tl.constexpr):
-    return pointer(row, X, TYPE, False), pointer(row, OTHER, OTHER_TYPE, False), rate, sign, decay, tl.sqrt_rn(v), source
+    return (
+        pointer(row, X, TYPE, False),
+        pointer(row, OTHER, OTHER_TYPE, False),
+        rate,
+        sign,
+        decay,
+        tl.sqrt_rn(v),
+        source,
+    )
 
 
 @triton.jit
@@ -123,7 +131,9 @@ def split_extents(
         grid, source = load_grid(row, GRID), load_source(row)
         mean = load_mean(row, rate, sign, decay, v, source, TYPE, OTHER_TYPE)
         variances = pointer(row, VARIANCES, tl.float32, False)
-        most, greatest = extents(mean, variances, rows, first, last, old_gap(row, number, grid, CODES, TINY), C, CODES, DRIFT, EACH, TINY)
+        most, greatest = extents(
+            mean, variances, rows, first, last, old_gap(row, number, grid, CODES, TINY), C, CODES, DRIFT, EACH, TINY
+        )
         tl.atomic_max(stats + MOST, most.to(tl.int64))
         if EACH:
             tl.atomic_max(stats + VARIANCE, as_bits(greatest))
@@ -142,7 +152,7 @@ def split_risks(
         mean = load_mean(row, rate, sign, decay, v, source, TYPE, OTHER_TYPE)
         variances, old = pointer(row, VARIANCES, tl.float32, False), old_gap(row, number, grid, CODES, TINY)
         _, _, _, own, enough = load_extents(stats, spread, grid, ROUNDING, EACH)
-        for j in range(0, 3):
+        for j in range(3):
             if tl.max(enough - own) > j:
                 found, largest = find_risks(
                     mean, spread, variances, rows, first * 4, last * 4, old, enough - (j + 1), grid, C, CODES,
@@ -158,7 +168,10 @@ def load_risks(stats, own, enough):
     count, largest, coarse = tl.load(stats + COUNT), tl.load(stats + LARGEST), enough
     for j in tl.static_range(1, 3):
         lower = (count == 0) & (coarse > own)
-        count, largest = tl.where(lower, tl.load(stats + COUNT + j), count), tl.where(lower, tl.load(stats + LARGEST + j), largest)
+        count, largest = (
+            tl.where(lower, tl.load(stats + COUNT + j), count),
+            tl.where(lower, tl.load(stats + LARGEST + j), largest),
+        )
         coarse = tl.where(lower, coarse - 1, coarse)
     return count.to(tl.int32), largest, coarse
 

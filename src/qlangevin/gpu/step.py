@@ -73,7 +73,17 @@ class StepRun(NamedTuple):
         """Launch a kernel on a table; without flags another pointer stands in for them."""
         flags = table.rows if self.flags is None else self.flags
         constants |= {"FLAGGED": self.flags is not None, "ALIGNED": table.aligned}
-        run(kernel, table.programs, table.rows.device, table.rows, flags, table.count, *numbers, warps=warps, **constants)
+        run(
+            kernel,
+            table.programs,
+            table.rows.device,
+            table.rows,
+            flags,
+            table.count,
+            *numbers,
+            warps=warps,
+            **constants,
+        )
 
     @property
     def numbers(self) -> tuple[float, ...]:
@@ -93,13 +103,20 @@ def sgld(
     run_ = StepRun(rounding, -lr, -1.0 if maximize else 1.0, weight_decay, variance, flags)
     counting = None if slots is None or counts is None or flags is None else Counting(slots, counts, flags)
     each = [_item(t, weights, counting, i) for i, t in enumerate(tensors)]
-    targets = [item if t.accumulator is None else _accumulated(t, item, accumulator) for t, item in zip(tensors, each, strict=True)]
+    targets = [
+        item if t.accumulator is None else _accumulated(t, item, accumulator)
+        for t, item in zip(tensors, each, strict=True)
+    ]
     needs_scratch = gradients is not None and (_is_block(gradients) or any(_is_block(item.format) for item in targets))
     if gradients is not None and needs_scratch:
         rounded = _round_gradients(run_, targets, gradients)
         targets = [item._replace(other=g) for item, g in zip(targets, rounded, strict=True)]
     _update(run_, targets, None if needs_scratch else gradients)
-    later = [item for t, item, target in zip(tensors, each, targets, strict=True) if t.accumulator is not None and target.out is None]
+    later = [
+        item
+        for t, item, target in zip(tensors, each, targets, strict=True)
+        if t.accumulator is not None and target.out is None
+    ]
     if later:
         _round_weights(run_, later, [t.accumulator for t in tensors if t.accumulator is not None])
 
@@ -161,7 +178,10 @@ def _update(run_: StepRun, items: Sequence[Item], gradients: Format | None) -> N
 
 def _signature(item: Item) -> tuple[Any, ...]:
     """Return all that a kernel is compiled for."""
-    grids = [None if f is None else (grid_of(f, item.shape).kind, is_tiny(grid_of(f, item.shape))) for f in (item.format, item.weights)]
+    grids = [
+        None if f is None else (grid_of(f, item.shape).kind, is_tiny(grid_of(f, item.shape)))
+        for f in (item.format, item.weights)
+    ]
     gradient = None if item.other is None else item.other.dtype
     return item.x.dtype, gradient, None if item.out is None else item.out.dtype, *grids
 
@@ -181,9 +201,7 @@ def _launch_elements(run_: StepRun, items: Sequence[Item]) -> None:
     )  # fmt: skip
 
 
-def _launch_blocks(
-    run_: StepRun, items: Sequence[Item], rounding: str, purpose: int, drift: int, codes: bool
-) -> None:
+def _launch_blocks(run_: StepRun, items: Sequence[Item], rounding: str, purpose: int, drift: int, codes: bool) -> None:
     """Round blocks: a launch for short blocks and one for long ones; more for those that programs share."""
     groups: dict[Any, list[Item]] = defaultdict(list)
     for item in items:
