@@ -24,8 +24,8 @@ from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 from torch.optim import Optimizer
 
-from .. import native
 from ..quantization import operators, random
+from ..quantization.backend import kernels_for
 from ..quantization.codes import decode_values, empty_codes, encode_op
 from ..quantization.formats import FP32, Format, parse
 from ..sampling.gradients import first_not_finite
@@ -112,9 +112,9 @@ class Wire:
         finite = first_not_finite([g]) < 0
         if not finite:
             g = torch.zeros_like(g)
-        if native.enabled_for(g):  # one pass instead of three
+        if (kernels := kernels_for(g)) is not None:  # one pass instead of three
             codes, exponents = empty_codes(g, self.format)
-            native.quantize_with_codes(g, self.format, "stochastic", key, random.GRADIENT, (codes, exponents))
+            kernels.quantize_with_codes(g, self.format, "stochastic", key, random.GRADIENT, (codes, exponents))
         else:
             q = operators.quantize_op(g, str(self.format), "stochastic", *operators.key_bits(key), random.GRADIENT)
             codes, exponents = encode_op(q, str(self.format))

@@ -112,14 +112,14 @@ def unlower(model: M) -> M:
 
 def state_dict(model: nn.Module) -> dict[str, int]:
     """Return how often each layer has run in training: with the seed, all that its random bits depend on."""
-    return {name: int(handler.count) for name, handler in _named_handlers(model)}
+    return {name: handler.runs for name, handler in _named_handlers(model)}
 
 
 def load_state_dict(model: nn.Module, state: Mapping[str, int]) -> None:
     """Resume the random bits of a saved model."""
     check_state(model, state)
     for name, handler in _named_handlers(model):
-        handler.count.fill_(int(state[name]))
+        handler.runs = int(state[name])
 
 
 def check_state(model: nn.Module, state: Mapping[str, int]) -> None:

@@ -21,11 +21,25 @@ __all__ = ["Kernels", "kernels_for", "register", "suspended", "unregister"]
 
 
 class Kernels(Protocol):
-    """Kernels of one type of device, for contiguous float32 tensors. Codes are unpacked: one integer an element."""
+    """Kernels of one type of device, for contiguous tensors. Codes are unpacked: one integer an element.
+
+    ``deferred`` kernels run behind the host's back, which must not wait for them. What the host would have to be told they write
+    to memory of their device: with ``spoiled``, an int32 tensor of one element that is 0, they write 1 there if a result holds
+    a NaN. ``step``, an int64 tensor of no dims on the device, takes the place of ``key.step``.
+    """
+
+    @property
+    def deferred(self) -> bool:
+        """False if a call returns when its work is done."""
+
+    @property
+    def floats(self) -> frozenset[torch.dtype]:
+        """The dtypes of x that `quantize` takes, and `sgld` of parameters; other kernels take float32."""
 
     def quantize(
         self, x: Tensor, format: Format, rounding_: str, key: Key, purpose: int, variance: Tensor | None = None,
-        out: Tensor | None = None, positive: Tensor | None = None, move: Tensor | None = None,
+        out: Tensor | None = None, positive: Tensor | None = None, move: Tensor | None = None, *,
+        step: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """Return Q(x), or Q(x + move), written to ``out`` if given, which may be x.
 
@@ -36,24 +50,32 @@ class Kernels(Protocol):
         """Step several tensors of an SGLD sampler, in place, in one call; `native.sgld` names the arguments."""
 
     def quantize_with_codes(
-        self, x: Tensor, format: Format, rounding_: str, key: Key, purpose: int, codes: tuple[Tensor, Tensor], /
-    ) -> bool:
-        """Round x in place and write codes and exponents of the result; return False if it holds a NaN, which has no code."""
+        self, x: Tensor, format: Format, rounding_: str, key: Key, purpose: int, codes: tuple[Tensor, Tensor], /, *,
+        spoiled: Tensor | None = None, step: Tensor | None = None,
+    ) -> bool:  # fmt: skip
+        """Round x in place and write codes and exponents of the result; return False if it holds a NaN, which has no code.
 
-    def relu_with_codes(self, x: Tensor, out: Tensor, codes: Tensor, exponents: Tensor, format: Format, /) -> bool:
-        """Write relu(x) to ``out``, and its codes, for x on the grid; return False if it holds a NaN."""
+        Deferred kernels return True.
+        """
+
+    def relu_with_codes(
+        self, x: Tensor, out: Tensor, codes: Tensor, exponents: Tensor, format: Format, /, *, spoiled: Tensor | None = None
+    ) -> bool:  # fmt: skip
+        """Write relu(x) to ``out``, and its codes, for x on the grid; return as `quantize_with_codes` does."""
 
     def encode(self, values: Tensor, codes: Tensor, exponents: Tensor, format: Format, /) -> None:
         """Write codes and exponents of values on the grid."""
 
-    def decode(self, values: Tensor, codes: Tensor, exponents: Tensor | None, format: Format, /) -> None:
-        """Write the values that codes and exponents stand for."""
+    def decode(
+        self, values: Tensor, codes: Tensor, exponents: Tensor | None, format: Format, /, *, spoiled: Tensor | None = None
+    ) -> None:  # fmt: skip
+        """Write the values that codes and exponents stand for; NaN throughout if ``spoiled`` is 1."""
 
     def encode_exactly(self, values: Tensor, codes: Tensor, exponents: Tensor, format: Format, /) -> bool:
-        """Write codes and exponents of any values; return True if they decode to the same bits."""
+        """Write codes and exponents of any values; return True if they decode to the same bits. Waits for the device."""
 
     def first_not_finite(self, tensors: list[Tensor], /) -> int:
-        """Return the index of the first tensor that holds an infinity or a NaN, or -1."""
+        """Return the index of the first tensor that holds an infinity or a NaN, or -1. Waits for the device."""
 
 
 _backends: dict[str, Kernels] = {}
@@ -100,15 +122,18 @@ def _unless_suspended(kernels: Kernels | None) -> Kernels | None:
 
 
 def kernels_for(*tensors: Tensor) -> Kernels | None:
-    """Return the kernels of the device that all of these tensors are on; None for float64, which no kernel computes in."""
-    common: Kernels | None = None
+    """Return the kernels of the device that these tensors are on; None for float64, which no kernel computes in.
+
+    Raise ValueError if they are on several devices.
+    """
+    first, is_float64 = tensors[0], False
+    on_cpu = first.is_cpu  # this runs at every operation, and is_cpu is faster than device.type
     for t in tensors:
-        # This runs at every operation, and is_cpu is faster than device.type.
-        found = _backends.get("cpu" if t.is_cpu else t.device.type)
-        if found is None or t.dtype is _FLOAT64:
-            return None
-        if common is not found:
-            if common is not None:
-                return None
-            common = found
-    return _unless_suspended(common) if _lasting else common
+        if t is not first and (not t.is_cpu if on_cpu else t.device != first.device):
+            raise ValueError(
+                f"the tensors of one operation must be on one device, got {first.device} and {t.device}; move one of them, "
+                f"with .to({str(first.device)!r}) or .to({str(t.device)!r})"
+            )
+        is_float64 = is_float64 or t.dtype is _FLOAT64
+    found = None if is_float64 else _backends.get("cpu" if on_cpu else first.device.type)
+    return _unless_suspended(found) if _lasting else found
