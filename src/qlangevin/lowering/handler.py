@@ -122,7 +122,7 @@ class Handler:
     def next_spec(self, module: nn.Module, x: Tensor, kernels: Kernels) -> QuantizationSpec:
         """Count one more run if the module is in training; return the settings of that run, which rounds x."""
         number, step = 0, None
-        if module.training and kernels.deferred and self._is_in_graph(x):
+        if module.training and kernels.deferred and (self.graph_count.is_used or graph_count.is_capturing(x)):
             step = self.graph_count.next_number(self.count)
         elif module.training:
             number = int(self.count.add_(1))
@@ -135,14 +135,16 @@ class Handler:
         """Count as `next_spec` does; return the count as a tensor, which later runs leave as it is."""
         if not module.training:
             return torch.zeros_like(self.count)
-        if not torch.compiler.is_compiling() and self._is_in_graph(x):
-            return self.graph_count.next_number(self.count)
+        if not torch.compiler.is_compiling():
+            if graph_count.is_capturing(x):
+                raise RuntimeError(
+                    f"a lowered layer cannot be captured in a CUDA graph without kernels for its output, a {type(x).__name__} of "
+                    f"{x.dtype}: use plain tensors of torch.float32, torch.bfloat16 or torch.float16, and install triton"
+                )
+            if self.graph_count.is_used:
+                return self.graph_count.next_number(self.count)
         self.count.add_(1)
         return self.count.clone()
-
-    def _is_in_graph(self, x: Tensor) -> bool:
-        """Return True if runs are counted on the device: in a capture, and ever after."""
-        return self.graph_count.is_used or graph_count.is_capturing(x)
 
     def _rounding_of(self, module: nn.Module) -> str:
         return self.rounding if module.training else "nearest"
