@@ -78,7 +78,7 @@ class DeferredKernels:
 
     @counted
     def encode(self, values: Tensor, codes: Tensor, exponents: Tensor, format: Format, /) -> None:
-        write_codes(values, torch.empty_like(values), (codes, exponents), format, torch.zeros(1))
+        write_codes(values, torch.empty_like(values), (codes, exponents), format, None)
 
     @counted
     def decode(
@@ -107,11 +107,11 @@ def write_codes(
     values: Tensor, out: Tensor, codes: tuple[Tensor, Tensor], format: Format, spoiled: Tensor | None
 ) -> bool:
     assert values.is_contiguous()
-    assert spoiled is not None
-    assert spoiled.shape == (1,)
+    assert spoiled is None or spoiled.shape == (1,)
     write(out, values)
     if bool(values.isnan().any()):
-        write(spoiled, torch.ones(1))
+        if spoiled is not None:
+            write(spoiled, torch.ones(1))
         values = torch.zeros_like(values)  # any codes will do
     for target, part in zip(codes, format.encode(values), strict=True):
         assert target.shape == part.shape
@@ -141,7 +141,7 @@ class NoWaiting(TorchDispatchMode):
     )  # fmt: skip
 
     def __init__(self, model: nn.Module) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         handlers = [find_handler(module) for module in model.modules()]
         self.counts = {h.count.data_ptr() for h in handlers if h is not None}
 

@@ -160,3 +160,15 @@ def test_a_nan_reaches_the_gradient(format: str) -> None:
         assert spoilt[1] is not None
         assert spoilt[0].isnan().any()
         assert torch.equal(spoilt[0].isnan(), spoilt[1].isnan())
+
+
+@pytest.mark.parametrize("errors", ["bfp8/4", "bfp8/tensor", "fixed8.4"])
+def test_relu_masks_errors_whose_blocks_are_not_in_the_order_of_memory(errors: str) -> None:
+    model = nn.Sequential(nn.Conv2d(4, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 3, 6), nn.Flatten())
+    model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    ql.lower(model, "fixed8.4", errors)
+    other, x = copy.deepcopy(model), torch.randn(6, 4, 8, 8).to(memory_format=torch.channels_last)
+    labels = torch.tensor([0, 1, 2, 0, 1, 2])
+    found = gradients(model, x, labels)
+    with native.disabled():
+        assert same_gradients(gradients(other, x, labels), found)

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 __all__ = ["GraphCount", "is_capturing"]
 
 
 def is_capturing(x: Tensor) -> bool:
     """Return True if operations on x are now recorded into a CUDA graph instead of run."""
-    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+    return x.is_cuda and not isinstance(x, FakeTensor) and torch.cuda.is_current_stream_capturing()
 
 
 class GraphCount:

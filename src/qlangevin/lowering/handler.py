@@ -8,6 +8,7 @@ from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.module import _global_forward_hooks as global_forward_hooks
 from torch.utils._pytree import tree_map_only
 
@@ -133,16 +134,18 @@ class Handler:
 
     def _next_count(self, module: nn.Module, x: Tensor) -> Tensor:
         """Count as `next_spec` does; return the count as a tensor, which later runs leave as it is."""
-        if not module.training:
-            return torch.zeros_like(self.count)
         if not torch.compiler.is_compiling():
-            if graph_count.is_capturing(x):
+            if isinstance(x, FakeTensor) and not isinstance(self.count, FakeTensor):
+                return x.new_zeros((), dtype=torch.int64, device="cpu")  # a run without numbers is none
+            if module.training and graph_count.is_capturing(x):
                 raise RuntimeError(
                     f"a lowered layer cannot be captured in a CUDA graph without kernels for its output, a {type(x).__name__} of "
                     f"{x.dtype}: use plain tensors of torch.float32, torch.bfloat16 or torch.float16, and install triton"
                 )
-            if self.graph_count.is_used:
+            if module.training and self.graph_count.is_used:
                 return self.graph_count.next_number(self.count)
+        if not module.training:
+            return torch.zeros_like(self.count)
         self.count.add_(1)
         return self.count.clone()
 
