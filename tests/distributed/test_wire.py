@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import qlangevin as ql
 from qlangevin.distributed import Ranks, Wire, replicate
 from tests.helpers import chains
+from tests.helpers.deferred_kernels import deferred_cpu
 from tests.helpers.process_groups import run_on_ranks
 
 pytestmark = pytest.mark.distributed
@@ -322,3 +323,15 @@ def test_two_backwards_before_a_step_have_bits_of_their_own() -> None:
     numbers = torch.tensor(found, dtype=torch.float64)[:, 1:]
     error = float(numbers.std()) / numbers.numel() ** 0.5
     assert abs(float(numbers.mean()) - 0.2625) < 5 * error
+
+
+def test_a_gradient_is_encoded_by_the_kernels_of_its_device() -> None:
+    wire = Wire.__new__(Wire)  # without ranks
+    wire.format = FORMAT
+    g, key = torch.randn(1000, generator=torch.Generator().manual_seed(0)), ql.Key(1)
+    expected = wire.encode(g.clone(), key)
+    with deferred_cpu() as kernels:
+        found = wire.encode(g.clone(), key)
+    assert kernels.calls == ["quantize_with_codes"]
+    assert torch.equal(found.codes, expected.codes)
+    assert torch.equal(found.exponents, expected.exponents)
