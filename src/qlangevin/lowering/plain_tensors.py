@@ -209,7 +209,8 @@ def relu_on_grid(x: Tensor, spec: QuantizationSpec, kernels: Kernels, inplace: b
 class ReLUFunction(torch.autograd.Function):
     """y = relu(x) and e_x = Q_E(e_y) · [y > 0], in one pass each.
 
-    Saves the codes of y, which it shares with the layer that saves y as its input; y itself if it has no codes.
+    Saves the codes of y, which it shares with the layer that saves y as its input; y itself if it has no codes. Where y is NaN
+    the error passes, but for deferred kernels, whose code of a NaN may be zero or less: then the layers that save y are NaN.
     """
 
     @staticmethod

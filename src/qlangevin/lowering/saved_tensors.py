@@ -8,9 +8,12 @@ once.
 A layer that writes its output onto the grid can produce the codes in the same pass. The model's `SavingForward` remembers
 for which layers that paid: those whose output autograd saved in an earlier forward.
 
-Where kernels are deferred no tensor is tried, because the host would wait for the answer: kept as codes are the outputs that
-layers have noted as rounded (see `rounded_outputs`), and all others unchanged. A NaN has no code. The CPU keeps a tensor that
-holds one unchanged; deferred kernels write its codes and a flag, ``spoiled``, with which it decodes to NaN throughout.
+Where kernels are deferred, on GPUs, no tensor is tried, because the host would wait for the answer. Kept as codes are the outputs
+that layers have rounded, and views of all of one (see `rounded_outputs`). Others are kept unchanged, though the CPU would find
+them on the grid: parts and copies of outputs (such as channels-last ones, flattened), results of functions that are no layers
+(``torch.nn.functional.relu``, sums in fixed point), zeros, inputs and weights of the same format. A NaN has no code. The CPU
+keeps a tensor that holds one unchanged; deferred kernels write its codes and a flag, ``spoiled``, with which it decodes to NaN
+throughout. In half precision tensors are kept unchanged everywhere.
 """
 
 from __future__ import annotations
