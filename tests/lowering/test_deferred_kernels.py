@@ -15,7 +15,7 @@ from qlangevin import native
 from qlangevin.lowering import plain_tensors
 from qlangevin.lowering.saved_tensors import SavedAsCodes, SavedCodes
 from tests.helpers.deferred_kernels import DeferredKernels, NoWaiting, deferred_cpu
-from tests.helpers.networks import CASES, build, gradients, same_gradients, two_linear
+from tests.helpers.networks import CASES, build, gradients, same_gradients
 
 
 @pytest.fixture
@@ -144,29 +144,49 @@ def test_an_output_that_was_written_to_is_kept_unchanged(
         y.sum().backward()
 
 
-def test_part_of_an_output_is_kept_unchanged(deferred: DeferredKernels) -> None:
-    class Sliced(nn.Module):
-        def forward(self, y: Tensor) -> Tensor:
-            return y[:, :32] * y[:, 32:]
+class Product(nn.Module):
+    """The product of two halves of an output, columns or rows."""
 
-    model = nn.Sequential(nn.Linear(64, 64), Sliced())
+    def __init__(self, columns: bool) -> None:
+        super().__init__()
+        self.columns = columns
+
+    def forward(self, y: Tensor) -> Tensor:
+        return y[:, :32] * y[:, 32:] if self.columns else y[:32] * y[32:]
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [
+        [nn.Conv2d(3, 8, 3, padding=1), nn.Flatten(), nn.Linear(512, 64)],
+        [nn.Flatten(), nn.Linear(192, 64), Product(True)],
+        [nn.Flatten(), nn.Linear(192, 64), Product(False)],
+    ],
+    ids=["a view", "columns", "rows"],
+)
+def test_views_and_parts_are_what_they_were(layers: list[nn.Module], deferred: DeferredKernels) -> None:
+    model = nn.Sequential(*layers)
     other = copy.deepcopy(model)
-    ql.lower(model, "bfp8")
-    ql.lower(other, "bfp8", save_codes=False)
-    x, labels = torch.randn(64, 64), torch.randint(32, (64,))
-    assert same_gradients(gradients(model, x, labels), gradients(other, x, labels))
+    ql.lower(model, "bfp8", "bfp8")
+    ql.lower(other, "bfp8", "bfp8", save_codes=False)
+    x = torch.randn(64, 3, 8, 8)
+    for _ in range(2):
+        labels = torch.zeros(len(model(x)), dtype=torch.int64)
+        other(x)
+        assert same_gradients(gradients(model, x, labels), gradients(other, x, labels))
 
 
 @pytest.mark.parametrize("format", ["bfp8", "fixed8.4", "fp8_e5m2"])
-def test_a_tensor_that_held_a_nan_decodes_to_nan_throughout(format: str, deferred: DeferredKernels) -> None:
-    model, x = two_linear(), torch.randn(64, 64)
+@pytest.mark.parametrize("relu", [False, True])
+def test_a_tensor_that_held_a_nan_decodes_to_nan_throughout(format: str, relu: bool, deferred: DeferredKernels) -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU() if relu else nn.Identity(), nn.Linear(64, 64))
     with torch.no_grad():
         model.get_parameter("0.bias")[3] = torch.nan
     ql.lower(model, format, format)
-    for _ in range(2):  # encoded when it is saved, then by the layer
+    for _ in range(2):  # encoded when it is saved, then by the layer; by relu both times
         model.zero_grad()
         with NoWaiting(model):
-            model(x).sum().backward()
+            model(torch.randn(64, 64)).sum().backward()
         weight = model.get_parameter("2.weight").grad
         assert weight is not None
         assert bool(weight.isnan().all())
