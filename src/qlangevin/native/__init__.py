@@ -19,13 +19,14 @@ import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from functools import lru_cache
-from typing import Any, NamedTuple, cast, get_args
+from typing import Any, cast, get_args
 
 import torch
 from torch import Tensor
 
 from .._warnings import warn
 from ..quantization import backend
+from ..quantization.backend import TensorStep
 from ..quantization.code_memory import check_storage, describe_memory
 from ..quantization.formats import FP32, Format, KernelGrid
 from ..quantization.operators import Rounding
@@ -203,15 +204,6 @@ def first_not_finite(tensors: list[Tensor]) -> int:
     except ValueError:
         copies = [_readable(t, None) for t in tensors]
         return int(kernels.first_not_finite([memory for _, memory in copies], torch.get_num_threads()))
-
-
-class TensorStep(NamedTuple):
-    """One tensor of a step: all that the step reads and writes of it, on either path. What is optional comes last."""
-
-    theta: Tensor  # numbers, or a QTensor
-    gradient: Tensor
-    key: Key
-    accumulator: Tensor | None = None  # takes the update in theta's place; then theta = Q_W(accumulator)
 
 
 def sgld(

@@ -122,7 +122,7 @@ def corrected_op(
     if kernels is None or algorithm == "paper":
         values = working_values(values)
         check_storage(values)
-        return rounding.corrected_values(values, v, parsed, algorithm, key).to(mu.dtype)
+        return rounding.corrected_values(values, v.to(mu.device), parsed, algorithm, key).to(mu.dtype)
     return kernels.quantize(values, parsed, "corrected", key, random.ROUNDING, v).to(mu.dtype)
 
 
@@ -143,7 +143,7 @@ def draw(mu: Mean, variance: Tensor, format: Format, key: Key, algorithm: Algori
 def check_variance(variance: Tensor, mu: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the variance as the computation takes it. Reads the tensor, so it has to be called inside an operator.
 
-    A number on the CPU is read there: only a variance on a GPU makes the host wait for the GPU.
+    A number stays where it is: only a variance on a GPU makes the host wait for the GPU.
     """
     check_storage(variance)
     spread = variance.to(dtype)
@@ -158,7 +158,7 @@ def check_variance(variance: Tensor, mu: Tensor, dtype: torch.dtype) -> Tensor:
         worst = None if bool(good.all()) else spread[~good].flatten()[0].item()
     if worst is not None:
         raise ValueError(f"variance must be a finite {dtype} and not negative, got {worst}")
-    return spread.to(mu.device)
+    return spread.to(mu.device) if spread.dim() else spread
 
 
 @fake("quantize")
