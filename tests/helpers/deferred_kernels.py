@@ -95,7 +95,10 @@ class DeferredKernels:
         raise AssertionError("the host would wait for the device")
 
     def sgld(self, *_: Any, **__: Any) -> None:
-        raise NotImplementedError
+        raise NotImplementedError("no step is taken with these")
+
+    def begin_step(self, *_: Any) -> None:
+        raise NotImplementedError("no step is taken with these")
 
 
 def write(target: Tensor, values: Tensor) -> Tensor:
