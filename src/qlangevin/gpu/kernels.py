@@ -68,7 +68,7 @@ def quantize_elements(
             value = tl.where(tl.load(positive + at, mask=inside, other=0) > 0, value, 0.0)
         tl.store(out + at, value.to(out.dtype.element_ty), mask=inside)
     if HAS_CODES:
-        if tl.max(spoils) > 0:
+        if tl.max(spoils) > 0:  # seldom
             tl.store(spoiled, 1)
 
 
@@ -125,7 +125,7 @@ def encode_elements(
     if RELU:
         value = tl.where(value < 0.0, 0.0, value)  # a NaN stays one
         tl.store(out + at, value.to(out.dtype.element_ty), mask=inside)
-        if tl.max((inside & (value != value)).to(tl.int32)) > 0:
+        if tl.max((inside & (value != value)).to(tl.int32)) > 0:  # seldom
             tl.store(spoiled, 1)
     code = encode_element(value, grid, KIND, TINY, codes.dtype.element_ty.primitive_bitwidth)
     tl.store(codes + at, code.to(codes.dtype.element_ty), mask=inside)
@@ -150,7 +150,7 @@ def encode_blocks(
     largest = tl.max(most, 1)[:, None]
     spoils = (largest > INFINITY) & (length > 0)
     if RELU:
-        if tl.max(spoils.to(tl.int32)) > 0:
+        if tl.max(spoils.to(tl.int32)) > 0:  # seldom
             tl.store(spoiled, 1)
     own = own_gap(tl.minimum(largest, INFINITY).to(tl.float32, bitcast=True), grid)
     gap = gap_of(own, TINY)
@@ -201,13 +201,13 @@ def decode_elements(
 def decode_blocks(
     codes, exponents, out, spoiled, blocks, line, size, shift, FLAGGED: tl.constexpr, R: tl.constexpr, C: tl.constexpr
 ):
-    """The same for blocks, R in a program."""
+    """The same for blocks, R in a program; programs along the second axis share them."""
     numbers, rows = rows_of(blocks, line, size, R)
     start, length = rows
     # An exponent that no block has, in a damaged file say, may be below those of float32.
     e = tl.load(exponents + numbers, mask=length > 0, other=0).to(tl.int32) - shift
     gap = gap_of(tl.maximum(e, -149), True)
-    for chunk in range(0, (tl.max(length) + (4 * C - 1)) // (4 * C)):
+    for chunk in range(tl.program_id(1), (tl.max(length) + (4 * C - 1)) // (4 * C), tl.num_programs(1)):
         place, inside = in_order(rows, chunk, 4 * C)
         code = tl.load(codes + start + place, mask=inside, other=0)
         value = tl.where(e < -149, 0.0, from_gaps(code.to(tl.float32), gap, True))

@@ -26,6 +26,7 @@ class Row(IntEnum):
     """Columns of a table."""
 
     X, OTHER, OUT, EXPONENTS, NUMEL, KEY, STEP, COUNT, FIRST, BLOCKS, LINE, SIZE, SLOT = range(13)
+    CODES_OUT, VARIANCES, POSITIVE, SPOILED, STATS = range(13, 18)  # of blocks that programs share
     GRID = auto()  # nine numbers each
     GRADIENTS = GRID + 9
     WEIGHTS = GRADIENTS + 9
@@ -35,6 +36,8 @@ class Row(IntEnum):
 X, OTHER, OUT, EXPONENTS = (tl.constexpr(int(i)) for i in (Row.X, Row.OTHER, Row.OUT, Row.EXPONENTS))
 NUMEL, KEY, STEP, COUNT, FIRST = (tl.constexpr(int(i)) for i in (Row.NUMEL, Row.KEY, Row.STEP, Row.COUNT, Row.FIRST))
 BLOCKS, LINE, SIZE, SLOT = (tl.constexpr(int(i)) for i in (Row.BLOCKS, Row.LINE, Row.SIZE, Row.SLOT))
+CODES_OUT, VARIANCES, POSITIVE = (tl.constexpr(int(i)) for i in (Row.CODES_OUT, Row.VARIANCES, Row.POSITIVE))
+SPOILED, STATS = tl.constexpr(int(Row.SPOILED)), tl.constexpr(int(Row.STATS))
 GRID, GRADIENTS, WEIGHTS, WIDTH = (tl.constexpr(int(i)) for i in (Row.GRID, Row.GRADIENTS, Row.WEIGHTS, Row.WIDTH))
 CLEAR = tl.constexpr(NO_ERROR)
 ROUNDING_BITS, GRADIENT_BITS, WEIGHT_BITS = (tl.constexpr(p) for p in (random.ROUNDING, random.GRADIENT, random.WEIGHT))
@@ -45,7 +48,7 @@ def find_row(table, count):
     """Return the row of the tensor that this program works on, and the number of the program among those of the tensor."""
     pid = tl.program_id(0)
     low, high = 0, count
-    while high - low > 1:
+    while high - low > 1:  # times 6: a ResNet-18 has 62 tensors
         middle = (low + high) // 2
         if tl.load(table + middle * WIDTH + FIRST) <= pid:
             low = middle
@@ -111,7 +114,7 @@ def begin(table, flags, count, TYPE: tl.constexpr, ALIGNED: tl.constexpr, E: tl.
             tl.store(counted, tl.load(counted) + 1)
     at = part.to(tl.int64) * E + tl.arange(0, E)
     g = tl.load(pointer(row, X, TYPE, ALIGNED) + at, mask=at < tl.load(row + NUMEL), other=0).to(tl.float32)
-    if tl.max((bits_of(tl.abs(g)) >= 0x7F800000).to(tl.int32)) > 0:
+    if tl.max((bits_of(tl.abs(g)) >= 0x7F800000).to(tl.int32)) > 0:  # seldom
         tl.atomic_min(flags, tl.load(row + SLOT).to(tl.int32))
 
 
