@@ -71,7 +71,15 @@ class Kernels(Protocol):
         """Round x in place and write codes and exponents of the result; return False if it holds a NaN, which has no code."""
 
     def relu_with_codes(
-        self, x: Tensor, out: Tensor, codes: Tensor, exponents: Tensor, format: Format, /, *, spoiled: Tensor | None = None
+        self,
+        x: Tensor,
+        out: Tensor,
+        codes: Tensor,
+        exponents: Tensor,
+        format: Format,
+        /,
+        *,
+        spoiled: Tensor | None = None,
     ) -> bool:
         """Write relu(x) to ``out``, and its codes, for x on the grid; return False if it holds a NaN."""
 
@@ -79,7 +87,14 @@ class Kernels(Protocol):
         """Write codes and exponents of values on the grid."""
 
     def decode(
-        self, values: Tensor, codes: Tensor, exponents: Tensor | None, format: Format, /, *, spoiled: Tensor | None = None
+        self,
+        values: Tensor,
+        codes: Tensor,
+        exponents: Tensor | None,
+        format: Format,
+        /,
+        *,
+        spoiled: Tensor | None = None,
     ) -> None:
         """Write the values that codes and exponents stand for; NaN throughout if they were spoiled."""
 
@@ -137,18 +152,23 @@ def _unless_suspended(kernels: Kernels | None) -> Kernels | None:
 
 
 def kernels_for(*tensors: Tensor) -> Kernels | None:
-    """Return the kernels of the device that all of these tensors are on; None for float64, which no kernel computes in."""
-    common: Kernels | None = None
+    """Return the kernels of the device that these tensors are on; None for float64, which no kernel computes in.
+
+    Raise ValueError if they are on several devices.
+    """
+    first, is_float64 = tensors[0], False
+    on_cpu = first.is_cpu  # this runs at every operation, and is_cpu is faster than device.type
     for t in tensors:
-        # This runs at every operation, and is_cpu is faster than device.type.
-        found = _backends.get("cpu") if t.is_cpu else _backends.get(t.device.type) or _load(t.device.type)
-        if found is None or t.dtype is _FLOAT64:
-            return None
-        if common is not found:
-            if common is not None:
-                return None
-            common = found
-    return _unless_suspended(common) if _lasting else common
+        if t is not first and (not t.is_cpu if on_cpu else t.device != first.device):
+            raise ValueError(
+                f"the tensors of one operation must be on one device, got {first.device} and {t.device}; move one of them, "
+                f"with .to({str(first.device)!r}) or .to({str(t.device)!r})"
+            )
+        is_float64 = is_float64 or t.dtype is _FLOAT64
+    if is_float64:
+        return None
+    found = _backends.get("cpu") if on_cpu else _backends.get(first.device.type) or _load(first.device.type)
+    return _unless_suspended(found) if _lasting else found
 
 
 def _load(device_type: str) -> Kernels | None:
