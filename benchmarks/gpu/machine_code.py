@@ -60,11 +60,12 @@ def _sass_instruction(text: str, lines: tuple[tuple[str, int], ...]) -> Instruct
     name = opcode.partition(".")[0]
     # A branch may have its condition among the operands, as in BRA.DIV ~URZ or BRA !P0.
     conditional = bare != text or ".DIV" in opcode or re.match(r"\s*[!~]?U?[PR]\w", operands) is not None
-    label = re.search(r"`\(([^)]+)\)", operands) if name in ("BRA", "JMP") else None
-    return Instruction(
-        bare, _unit(SASS_UNITS, name), label[1] if label else None, name not in ("BRA", "JMP", "EXIT", "RET") or conditional,
-        name == "EXIT", name == "CALL" and "slowpath" in operands, lines,
-    )  # fmt: skip
+    label = re.search(r"`\(([^)]+)\)", operands) if name in ("BRA", "JMP", "CALL") else None
+    # A call of a label, not of a subroutine, is a jump: sm_80 leaves loops this way.
+    jump = label[1] if label and (name != "CALL" or label[1].startswith(".L")) else None
+    ends = jump is not None or name in ("BRA", "JMP", "EXIT", "RET")
+    slow = name == "CALL" and "slowpath" in operands
+    return Instruction(bare, _unit(SASS_UNITS, name), jump, not ends or conditional, name == "EXIT", slow, lines)
 
 
 def read_amd(assembly: str) -> tuple[list[Instruction], dict[str, int]]:

@@ -20,6 +20,7 @@ Published figures, and where:
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -51,6 +52,7 @@ GPUS = {
     "H100": Gpu("sm_90", 132, 1.98e9, 3.35e12, 128, {"float": 128, "integer": 64, "special": 16, "memory": 32}),
     "MI300X": Gpu("gfx942", 304, 2.1e9, 5.3e12, 64, {}),
 }
+WRITES = re.compile(r"STG|RED|ATOMG|(global|buffer|flat)_(store|atomic)")
 # On AMD all vector instructions share the lanes, and some take them for four clocks.
 AMD_CLOCKS = {"special": 4, "product": 4, "control": 0, "memory": 0}
 
@@ -77,6 +79,10 @@ def cost_of(specialisation: Specialisation, code: Code) -> Cost:
     path = common_path(*(read_amd(code.assembly) if amd else read_sass(code.disassembly)))
     lanes = code.threads / specialisation.elements_per_program  # of an element
     executed = list(path.executed(specialisation.passes))
+    if not any(WRITES.match(i.text) for i in executed):
+        raise ValueError(
+            f"the path through {specialisation.name} on {code.target} writes nothing, so it is not the usual one"
+        )
     units = {unit: count * lanes for unit, count in Counter(i.unit for i in executed).items()}
     return Cost(units, specialisation.bytes_per_element, lanes * sum(map(bytes_accessed, executed)))
 
@@ -85,7 +91,7 @@ def together(costs: Sequence[Cost], least_bytes: float) -> Cost:
     """Return the cost of several launches one after the other, which have to move so many bytes an element."""
     units: Counter[str] = Counter()
     for cost in costs:
-        units.update(cost.units)  # type: ignore[arg-type]  # typed for integers
+        units.update(cost.units)
     return Cost(dict(units), least_bytes, sum(cost.accessed for cost in costs))
 
 

@@ -152,6 +152,14 @@ def test_a_program_that_is_all_seldom_has_no_common_path(tmp_path: Path) -> None
         common_path(*read_sass(f"/*0000*/ NOP ;\n.L_x_0:\n{code}"))
 
 
+def test_a_call_of_a_label_is_a_jump() -> None:
+    loop = ".L_x_0:\n/*0000*/ STG R1 ;\n/*0010*/ @!P1 CALL.REL.NOINC `(.L_x_1) ;\n/*0020*/ BRA `(.L_x_0) ;\n"
+    code = f"{loop}.L_x_1:\n/*0030*/ EXIT ;"
+    path = common_path(*read_sass(code))
+    assert [i.text.split()[0] for i in path.inside] == ["STG", "CALL.REL.NOINC", "BRA"]
+    assert [i.text for i in path.outside] == ["EXIT"]
+
+
 def test_the_condition_of_a_seldom_branch_and_its_else_are_not_seldom(tmp_path: Path) -> None:
     source = tmp_path / "kernel.py"
     source.write_text(SOURCE.replace("    common()\ndef", "    else:\n        common()\ndef"))
