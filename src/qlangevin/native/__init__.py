@@ -45,6 +45,8 @@ if _chosen == "none":
 __all__ = ["available", "disabled", "level", "levels", "use_level"]
 
 available: bool = kernels is not None
+deferred: bool = False  # the host waits for the kernels
+floats: frozenset[torch.dtype] = frozenset({torch.float32})
 _ROUNDINGS = {name: number for number, name in enumerate(get_args(Rounding))}
 
 if not available and _chosen != "none":

@@ -23,6 +23,9 @@ __all__ = ["Kernels", "kernels_for", "register", "suspended", "unregister"]
 class Kernels(Protocol):
     """Kernels of one type of device, for contiguous float32 tensors. Codes are unpacked: one integer an element."""
 
+    deferred: bool  # kernels run behind the host's back, as on GPUs: nothing that a step does may wait for a result
+    floats: frozenset[torch.dtype]  # of numbers that `quantize` and of parameters that `sgld` take as they are
+
     def quantize(
         self, x: Tensor, format: Format, rounding_: str, key: Key, purpose: int, variance: Tensor | None = None,
         out: Tensor | None = None, positive: Tensor | None = None, move: Tensor | None = None,
@@ -34,6 +37,13 @@ class Kernels(Protocol):
 
     def sgld(self, *args: Any, **kwargs: Any) -> None:
         """Step several tensors of an SGLD sampler, in place, in one call; `native.sgld` names the arguments."""
+
+    def begin_step(self, gradients: list[Tensor], slots: list[int], counts: Tensor, flags: Tensor, /) -> None:
+        """Count a step, and flag the first gradient that is not finite; of deferred kernels only.
+
+        Unless flags[1] is set, counts[slot] grows by one for each slot. flags[0] becomes the least slot whose gradient holds an
+        infinity or a NaN; it is 2^31 - 1 if none does.
+        """
 
     def quantize_with_codes(
         self, x: Tensor, format: Format, rounding_: str, key: Key, purpose: int, codes: tuple[Tensor, Tensor], /

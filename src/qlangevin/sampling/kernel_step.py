@@ -1,0 +1,89 @@
+"""A step by the fused kernels of a device: which tensors they take, and how these are handed to them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..native import TensorStep
+from ..quantization.backend import Kernels, kernels_for
+from ..quantization.codes import pack_codes
+from ..quantization.formats import parse
+from ..quantization.qtensor import QTensor, one_code_a_byte
+
+if TYPE_CHECKING:
+    from .step import StepSettings
+
+__all__ = ["Counters", "check_shape", "make_readable", "step_by_kernels", "step_kernels"]
+
+
+class Counters(NamedTuple):
+    """Step numbers on a device, and the flag that turns a step into nothing; see `Kernels.begin_step`."""
+
+    slots: Sequence[int]
+    counts: Tensor
+    flags: Tensor
+
+    def pick(self, chosen: Sequence[int]) -> dict[str, Any]:
+        """Return the arguments of `Kernels.sgld` for some of the tensors."""
+        return {"slots": [self.slots[i] for i in chosen], "counts": self.counts, "flags": self.flags}
+
+
+def step_kernels(theta: Tensor, gradient: Tensor, settings: StepSettings) -> Kernels | None:
+    """Return the kernels that can step a tensor; None if `update` has to."""
+    if settings.algorithm == "paper" and settings.rounding == "corrected":
+        return None
+    if isinstance(theta, QTensor):
+        return None if theta.dtype == torch.float64 else kernels_for(theta.codes, gradient)
+    kernels = kernels_for(theta, gradient)
+    return kernels if kernels is not None and theta.dtype in kernels.floats else None
+
+
+def step_by_kernels(
+    kernels: Kernels, tensors: Sequence[TensorStep], s: StepSettings, counters: Counters | None = None
+) -> None:
+    """Step tensors of one device in place, in one call for each format that is not that of the group."""
+    gradients, accumulator = (parse(f) if f else None for f in (s.gradients, s.accumulator))
+    calls: dict[str | None, list[int]] = {}
+    for i, t in enumerate(tensors):
+        own = isinstance(t.theta, QTensor) or t.theta.dtype == torch.float32
+        calls.setdefault(s.weights if own else s.weights_format(t.theta), []).append(i)
+    for weights, chosen in calls.items():
+        some = [tensors[i] for i in chosen]
+        readable = [make_readable(t) for t in some]
+        on_device = {} if counters is None else counters.pick(chosen)
+        kernels.sgld(
+            readable, weights=parse(weights) if weights else None, gradients=gradients, accumulator=accumulator,
+            rounding=s.rounding, lr=s.lr, weight_decay=s.weight_decay, variance=s.variance, maximize=s.maximize, **on_device,
+        )  # fmt: skip
+        for t, stepped in zip(some, readable, strict=True):
+            _write_back(t.theta, stepped.theta)
+            torch.autograd.graph.increment_version(t.theta)  # autograd does not see what the kernels write
+
+
+def make_readable(t: TensorStep) -> TensorStep:
+    """Return the tensors as the kernels read them: contiguous, with a code or more to a byte, a float32 gradient."""
+    check_shape(t.theta, t.gradient)
+    theta = one_code_a_byte(t.theta) if isinstance(t.theta, QTensor) else t.theta.contiguous()
+    gradient = t.gradient.to(torch.float32).contiguous()
+    gradient = gradient.resolve_neg() if gradient.is_neg() else gradient  # conj().imag holds its negative in memory
+    return t if theta is t.theta and gradient is t.gradient else t._replace(theta=theta, gradient=gradient)
+
+
+def _write_back(theta: Tensor, stepped: Tensor) -> None:
+    """Write what the kernels have stepped into the tensor that it stands for, if it is not that one."""
+    if stepped is theta:
+        return
+    if isinstance(theta, QTensor) and isinstance(stepped, QTensor):
+        theta.codes.copy_(pack_codes(stepped.codes, theta.format))  # exponents are shared
+    else:
+        theta.copy_(stepped)
+
+
+def check_shape(theta: Tensor, gradient: Tensor) -> None:
+    """Raise ValueError for a gradient of another shape than its tensor."""
+    if gradient.shape != theta.shape:
+        raise ValueError(f"the gradient must have theta's shape, {tuple(theta.shape)}, got {tuple(gradient.shape)}")
