@@ -15,7 +15,7 @@ from .gradients import first_not_finite
 from .replacing import check_not_replaced
 from .step import StepSettings
 
-__all__ = ["check_parameter", "first_not_a_number"]
+__all__ = ["check_gradient", "check_parameter", "first_not_a_number"]
 
 
 def check_parameter(p: Tensor, settings: StepSettings) -> None:
@@ -32,6 +32,21 @@ def check_parameter(p: Tensor, settings: StepSettings) -> None:
             )
     if part is not p:
         check_shard(p, parse(settings.weights_format(part) or "fp32"))
+
+
+def check_gradient(p: Tensor, gradient: Tensor, accumulator: Tensor | None) -> None:
+    """Refuse a gradient that is not dense and real, and tensors of a parameter that are not on its device."""
+    if gradient.layout != torch.strided or gradient.is_complex():
+        kind = "complex" if gradient.is_complex() else "sparse"
+        raise TypeError(f"has a {kind} gradient; SGLD needs dense real ones")
+    home = p.device
+    if gradient.device != home:
+        raise ValueError(f"is on {home}, its gradient on {gradient.device}; move the gradient to {home}")
+    if accumulator is not None and accumulator.device != home:
+        raise ValueError(
+            f"is on {home}, its accumulator on {accumulator.device}: the model was moved after the sampler was made. Move the "
+            "accumulators after it with sampler.load_state_dict(sampler.state_dict()), or move the model first"
+        )
 
 
 @lru_cache(maxsize=1024)

@@ -17,7 +17,7 @@ from ..quantization.qtensor import QTensor, one_code_a_byte
 if TYPE_CHECKING:
     from .step import StepSettings
 
-__all__ = ["Counters", "check_shape", "make_readable", "step_by_kernels", "step_kernels"]
+__all__ = ["Counters", "check_shape", "readable_gradient", "step_by_kernels", "step_kernels"]
 
 
 class Counters(NamedTuple):
@@ -32,13 +32,14 @@ class Counters(NamedTuple):
         return {"slots": [self.slots[i] for i in chosen], "counts": self.counts, "flags": self.flags}
 
 
-def step_kernels(theta: Tensor, gradient: Tensor, settings: StepSettings) -> Kernels | None:
-    """Return the kernels that can step a tensor; None if `update` has to."""
+def step_kernels(theta: Tensor, gradient: Tensor | None, settings: StepSettings) -> Kernels | None:
+    """Return the kernels that can step a tensor, with a gradient or with any; None if `update` has to."""
+    tensors = (theta.codes if isinstance(theta, QTensor) else theta, *([] if gradient is None else [gradient]))
     if settings.algorithm == "paper" and settings.rounding == "corrected":
         return None
     if isinstance(theta, QTensor):
-        return None if theta.dtype == torch.float64 else kernels_for(theta.codes, gradient)
-    kernels = kernels_for(theta, gradient)
+        return None if theta.dtype == torch.float64 else kernels_for(*tensors)
+    kernels = kernels_for(*tensors)
     return kernels if kernels is not None and theta.dtype in kernels.floats else None
 
 
@@ -53,7 +54,7 @@ def step_by_kernels(
         calls.setdefault(s.weights if own else s.weights_format(t.theta), []).append(i)
     for weights, chosen in calls.items():
         some = [tensors[i] for i in chosen]
-        readable = [make_readable(t) for t in some]
+        readable = [_make_readable(t) for t in some]
         on_device = {} if counters is None else counters.pick(chosen)
         kernels.sgld(
             readable, weights=parse(weights) if weights else None, gradients=gradients, accumulator=accumulator,
@@ -64,13 +65,18 @@ def step_by_kernels(
             torch.autograd.graph.increment_version(t.theta)  # autograd does not see what the kernels write
 
 
-def make_readable(t: TensorStep) -> TensorStep:
-    """Return the tensors as the kernels read them: contiguous, with a code or more to a byte, a float32 gradient."""
-    check_shape(t.theta, t.gradient)
+def _make_readable(t: TensorStep) -> TensorStep:
+    """Return the tensors as the kernels read them: contiguous, one code to a byte at most, a float32 gradient."""
+    gradient = readable_gradient(t.theta, t.gradient)
     theta = one_code_a_byte(t.theta) if isinstance(t.theta, QTensor) else t.theta.contiguous()
-    gradient = t.gradient.to(torch.float32).contiguous()
-    gradient = gradient.resolve_neg() if gradient.is_neg() else gradient  # conj().imag holds its negative in memory
     return t if theta is t.theta and gradient is t.gradient else t._replace(theta=theta, gradient=gradient)
+
+
+def readable_gradient(theta: Tensor, gradient: Tensor) -> Tensor:
+    """Return the gradient of a tensor as the kernels read it: contiguous and float32."""
+    check_shape(theta, gradient)
+    gradient = gradient.to(torch.float32).contiguous()
+    return gradient.resolve_neg() if gradient.is_neg() else gradient  # conj().imag holds its negative in memory
 
 
 def _write_back(theta: Tensor, stepped: Tensor) -> None:

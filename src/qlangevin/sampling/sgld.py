@@ -6,7 +6,7 @@ Every method of the paper is a choice of settings; ``temperature=0`` is SGD.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, cast, overload
+from typing import Any, NamedTuple, cast, overload
 
 import torch
 from torch import Tensor
@@ -20,16 +20,32 @@ from ..quantization.operators import Algorithm, Rounding
 from ..quantization.qtensor import QTensor, decoded
 from ..quantization.random import Key
 from . import in_backward
-from .accumulator import begin_accumulator, was_overwritten
-from .checks import check_parameter, first_not_a_number
+from .accumulator import begin_accumulator, may_be_overwritten, renew_accumulator, was_overwritten
+from .checks import check_gradient, check_parameter, first_not_a_number
+from .deferred import can_be_deferred, step_deferred
+from .device_counts import SamplerCounts
 from .gradients import clip_to_norm, first_not_finite
+from .host_copy import has_no_numbers, is_capturing
 from .in_backward import drop_passes, read_options, refuse_pass, total_gradient, warn_of_passes
 from .interrupts import Uninterrupted
+from .kernel_step import step_kernels
 from .places import Places, name_parameter
+from .saved_state import check_states, without_private
 from .step import FIELDS, FORMATS, StepSettings, TensorStep, parameter_key, quantize_for, step_tensors
 from .watch import Watch, count_saturated, is_look
 
 __all__ = ["SGLD"]
+
+
+class Plan(NamedTuple):
+    """The part of one group in a step."""
+
+    gradients: dict[Tensor, Tensor]
+    group: dict[str, Any]
+    settings: StepSettings
+
+
+NOT_CHANGED = "no parameter was changed by that step, nor"
 
 
 class SGLD(Optimizer):
@@ -102,6 +118,7 @@ class SGLD(Optimizer):
         """Add parameters; they are put on their grid at once."""
         settings = StepSettings.from_group({**self.defaults, **param_group})
         read_options({**self.defaults, **param_group}, self.step_in_backward)
+        self._settle()
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
@@ -116,6 +133,7 @@ class SGLD(Optimizer):
             self._attach_hook(p)
 
     def __getstate__(self) -> dict[str, Any]:
+        self.check()
         return {**super().__getstate__(), "step_in_backward": self.step_in_backward}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -127,20 +145,36 @@ class SGLD(Optimizer):
                 self._attach_hook(p)
 
     def _begin_watching(self) -> None:
-        """Begin what is not saved: the ids of parameters that have stepped in backward, and what has been seen of the chain."""
+        """Begin what is not saved: what has stepped in backward, what was seen of the chain, counters on devices.
+
+        ``_thetas`` are tensors that stand for parameters in a compiled step.
+        """
         self._stepped, self._watch, self._places = set[int](), Watch(), Places()
+        self._counts, self._thetas = SamplerCounts(), dict[Tensor, Tensor]()
 
     # ---- the state of a parameter: its index among all, steps taken, accumulator if any, and torch's version of its weights
 
-    def _state_of(self, p: Tensor, settings: StepSettings) -> dict[str, Any]:
-        """Return the state of a parameter, made at the first call; its accumulator stands for the weights as they are."""
-        state = cast(dict[str, Any], self.state[p])
+    def _state_of(self, p: Tensor, settings: StepSettings, late: bool = False) -> dict[str, Any]:
+        """Return the state of a parameter, made at the first call; its accumulator stands for the weights as they are.
+
+        ``late`` for a parameter that kernels count the steps of.
+        """
+        state, theta = cast(dict[str, Any], self.state[p]), self._theta(p)
         if "index" not in state:
             self._begin_state(p, state, settings)
-        elif settings.accumulator and ("accumulator" not in state or was_overwritten(p, state, settings)):
+        elif settings.accumulator:
             key = _key_of(p, settings, state["index"], state["step"])
-            state["accumulator"] = begin_accumulator(p, settings, key)
+            if late and "accumulator" in state:
+                kernels = step_kernels(theta, None, settings) if may_be_overwritten(p, state) else None
+                if kernels is not None:
+                    renew_accumulator(kernels, theta, state["accumulator"], settings, key, self._counts.count_of(p))
+            elif "accumulator" not in state or was_overwritten(p, theta, state, settings):
+                state["accumulator"] = begin_accumulator(theta, settings, key)
         return state
+
+    def _theta(self, p: Tensor) -> Tensor:
+        """Return the part of a parameter that this process has, or what stands for it."""
+        return self._thetas.get(p, local(p)) if self._thetas else local(p)
 
     def _begin_state(self, p: Tensor, state: dict[str, Any], settings: StepSettings) -> None:
         """Fill the state of a new parameter: random bits of its own, an accumulator; and put it on its grid."""
@@ -148,7 +182,7 @@ class SGLD(Optimizer):
         state["step"] = 0
         part, source, key = local(p), local(p), _key_of(p, settings, state["index"], 0)
         if settings.accumulator:
-            source = state["accumulator"] = begin_accumulator(p, settings, key)
+            source = state["accumulator"] = begin_accumulator(part, settings, key)
         if settings.accumulator or not isinstance(part, QTensor):  # a packed one is on its grid
             format = settings.weights_format(part)
             part.copy_(quantize_for(random.WEIGHT, source, format, settings.noise_free_rounding, key))
@@ -165,39 +199,36 @@ class SGLD(Optimizer):
         """Take one step. A gradient that is not finite raises FloatingPointError, and nothing has changed.
 
         With ``step_in_backward`` that holds for the gradients that are left: what has stepped in backward has stepped.
+
+        On a GPU the step does not wait for the device. If a gradient is not finite, that step and those after it change nothing,
+        and a later ``step()``, or `check`, raises the error; the chain goes on from where it was. A step captured in a CUDA
+        graph has the settings, ``lr`` among them, of the capture, and draws new random bits in each replay.
         """
+        self._hear(stacklevel=5)
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        plans = [(group, StepSettings.from_group(group)) for group in self.param_groups]
-        for group, settings in plans:
-            self._check_group(group, settings)
-        gradients = self._check_gradients([p for group, _ in plans for p in group["params"]])
-        each = [({p: gradients[p] for p in group["params"] if p in gradients}, group, s) for group, s in plans]
-        for some, _, settings in each:
-            self._look(some, settings)
-        self._watch.conclude()
-        with Uninterrupted():
-            early = self._end_passes(gradients) if self.step_in_backward else {}
-            for some, group, settings in each:
-                self._step_parameters(some, group, settings)
+        early = self._step_all(self._find_gradients([p for group in self.param_groups for p in group["params"]]))
         self._warn_of_passes("step() takes", early, stacklevel=6)  # torch wraps it twice
         return loss
 
     @torch.no_grad()
     def step_one(self, p: Tensor) -> None:
         """Take in the gradient of one parameter, and free it; step the parameter if that was the last backward pass."""
+        self._hear(stacklevel=5)
         group, _ = self._places.find(self.param_groups, p)
         settings, accumulate = StepSettings.from_group(group), read_options(group, self.step_in_backward).accumulate
         check_parameter(p, settings)
         if id(p) in self._stepped:
             p.grad = None
             refuse_pass(self._name(p), accumulate)
-        gradients, state = self._check_gradients([p]), self._state_of(p, settings)
+        gradients, state = self._find_gradients([p]), self._state_of(p, settings)
+        plan = Plan(gradients, group, settings)
+        late = self._check_gradients([plan])
         passes = state.get("passes", 0) + 1
         if passes == accumulate:
-            self._look(gradients, settings)
+            self._look(plan, late)
         with Uninterrupted():
             p.grad = None
             if passes < accumulate:
@@ -205,7 +236,18 @@ class SGLD(Optimizer):
             else:
                 drop_passes(state)
                 self._stepped.add(id(p))
-                self._step_parameters(gradients, group, settings)
+                self._step_plans([plan], late)
+
+    def check(self) -> None:
+        """Wait for all steps taken so far, and raise the error of a gradient that was not finite, if there was one.
+
+        On a GPU ``step()`` does not wait, so the error of a step is raised by a later one, or here: call it after the last step,
+        and before weights are used for anything else. `state_dict`, checkpoints and stores do so. The parameters are as
+        they were before the step that failed, and so are the numbers of steps. On CPUs it does nothing.
+        """
+        self._raise_failed(self._counts.failed(wait=True))
+        self._read_counts()
+        self._watch.judge_sent(wait=True, stacklevel=3)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients. With ``step_in_backward`` it ends the step, and drops gradients that wait for more passes."""
@@ -216,20 +258,98 @@ class SGLD(Optimizer):
             self._watch.conclude()
             self._warn_of_passes("zero_grad() drops", waiting, stacklevel=4)
 
-    def _step_parameters(self, gradients: dict[Tensor, Tensor], group: dict[str, Any], settings: StepSettings) -> None:
-        """Step parameters of one group."""
-        most, states, tensors = group.get("max_grad_norm"), [self._state_of(p, settings) for p in gradients], []
-        # Counted before any weight moves: a step that fails leaves random bits unused, and uses none twice.
-        for state in states:
-            state["step"] += 1
-        for (p, gradient), state in zip(gradients.items(), states, strict=True):
+    def _step_all(self, found: dict[Tensor, Tensor]) -> dict[Tensor, int]:
+        """Step all parameters that have gradients; return the passes of those that step early, if they step in backward."""
+        groups = [(group, StepSettings.from_group(group)) for group in self.param_groups]
+        for group, settings in groups:
+            self._check_group(group, settings)
+        plans = [Plan({p: found[p] for p in group["params"] if p in found}, group, s) for group, s in groups]
+        late = self._check_gradients(plans)
+        for plan in plans:
+            self._look(plan, late)
+        self._watch.conclude()
+        with Uninterrupted():
+            early = self._end_passes(found) if self.step_in_backward else {}
+            self._step_plans(plans, late)
+        return early
+
+    def _step_plans(self, plans: list[Plan], late: set[Tensor]) -> None:
+        """Step parameters: ``late`` ones all together, without waiting, the others group by group."""
+        later, blind = [], is_capturing()
+        if late and not any(map(has_no_numbers, late)):
+            self._count_on_devices(late)
+        for plan in plans:
+            tensors = self._count_steps(plan, late, blind)
+            now = [t for p, t in tensors.items() if p not in late]
+            step_tensors(now, plan.settings)
+            later.append(({p: t for p, t in tensors.items() if p in late}, plan.settings))
+        if late:
+            step_deferred(later, self._counts)
+            if not blind:
+                self._counts.ask()
+        for plan in plans:
+            for p in plan.gradients:
+                self.state[p]["version"] = p._version
+
+    def _count_steps(self, plan: Plan, late: set[Tensor], blind: bool) -> dict[Tensor, TensorStep]:
+        """Count one step of the parameters of a group, and return what it reads and writes.
+
+        Counted before any weight moves: a step that fails leaves random bits unused, and uses none twice.
+        """
+        settings, most = plan.settings, plan.group.get("max_grad_norm")
+        states = [self._state_of(p, settings, p in late) for p in plan.gradients]
+        for p, state in zip(plan.gradients, states, strict=True):
+            state["step"] += 0 if blind and p in late else 1
+        tensors = {}
+        for (p, gradient), state in zip(plan.gradients.items(), states, strict=True):
             key = _key_of(p, settings, state["index"], state["step"])
             accumulator = state["accumulator"] if settings.accumulator else None
-            clipped = gradient if most is None else clip_to_norm(gradient, p, most)
-            tensors.append(TensorStep(local(p), clipped, key, accumulator))
-        step_tensors(tensors, settings)
-        for p, state in zip(gradients, states, strict=True):
-            state["version"] = p._version
+            clipped = gradient if most is None else clip_to_norm(gradient, p, most, wait=p not in late)
+            tensors[p] = TensorStep(self._theta(p), clipped, key, accumulator)
+        return tensors
+
+    # ---- steps that the host does not wait for: kernels count them, and notice gradients that are not finite
+
+    def _hear(self, stacklevel: int) -> None:
+        """Raise the error and give the warnings of earlier steps that the host knows of by now."""
+        if not is_capturing():
+            self._raise_failed(self._counts.failed(wait=False))
+            self._watch.judge_sent(wait=False, stacklevel=stacklevel)
+
+    def _raise_failed(self, p: Tensor | None) -> None:
+        """Go back to before the step that failed for the gradient of a parameter, and raise; None is no failure."""
+        if p is None:
+            return
+        self._counts.undo()
+        self._read_counts()
+        stepped = "it was not changed by that step, nor any parameter" if self.step_in_backward else NOT_CHANGED
+        raise FloatingPointError(
+            f"the gradient of {self._name(p)} held an infinity or a NaN; {stepped} by those after it, which do not count"
+        )
+
+    def _read_counts(self) -> None:
+        for p, step in self._counts.read().items():
+            self.state[p]["step"] = step
+
+    def _settle(self) -> None:
+        """Wait for all steps, and count them on the host again."""
+        self.check()
+        self._counts.clear()
+
+    def _count_on_devices(self, params: Iterable[Tensor]) -> None:
+        """Have the steps of parameters counted on their devices, if they are not yet."""
+        if self._counts.holds(params):
+            return
+        if is_capturing():
+            raise RuntimeError(
+                "a CUDA graph cannot capture the first step of a parameter, which puts its counter on the device; take a step, "
+                "with gradients of the same parameters, before the capture"
+            )
+        self.check()
+        everyone = {p: group for group in self.param_groups for p in group["params"]}
+        steps = [self.state[p].get("step", 0) for p in everyone]
+        able = [p for p, g in everyone.items() if can_be_deferred(p, self._theta(p), None, StepSettings.from_group(g))]
+        self._counts.build([*everyone], steps, able)
 
     def _end_passes(self, stepped: Iterable[Tensor]) -> dict[Tensor, int]:
         """End a step in backward, of which `step` takes these parameters; return their passes, if none has had all of them."""
@@ -248,11 +368,14 @@ class SGLD(Optimizer):
             accumulate = read_options(group, self.step_in_backward).accumulate
             warn_of_passes(self._watch.given, what, passes[p], accumulate, self._name(p), stacklevel)
 
-    def _look(self, gradients: dict[Tensor, Tensor], settings: StepSettings) -> None:
+    def _look(self, plan: Plan, late: set[Tensor]) -> None:
         """Look at parameters that are about to step, if it is time."""
-        for p, gradient in gradients.items():
-            if is_look(step := self.state[p].get("step", 0) + 1):
-                self._watch.look(p, gradient, settings, step, self._name(p))
+        if is_capturing():
+            return
+        for p, gradient in plan.gradients.items():
+            if is_look(step := self.state[p].get("step", 0) + 1) and not has_no_numbers(p):
+                theta, wait = self._theta(p), p not in late
+                self._watch.look(theta, gradient, plan.settings, step, self._name(p), wait=wait)
 
     def _attach_hook(self, p: Tensor) -> None:
         if self.step_in_backward and p.requires_grad:
@@ -280,13 +403,32 @@ class SGLD(Optimizer):
             name = self._name(group["params"][bad])
             raise ValueError(f"{name} holds an infinity or a NaN; a chain must begin at finite weights")
 
-    def _check_gradients(self, params: list[Tensor]) -> dict[Tensor, Tensor]:
+    def _find_gradients(self, params: list[Tensor]) -> dict[Tensor, Tensor]:
         """Return the gradients of parameters that have one, summed over backward passes; refuse those that no step can use."""
-        found = {p: g for p in params if (g := total_gradient(p, self.state[p])) is not None}
+        return {p: g for p in params if (g := total_gradient(p, self.state[p])) is not None}
+
+    def _check_gradients(self, plans: list[Plan]) -> set[Tensor]:
+        """Return the parameters whose kernels look at the gradient themselves; refuse gradients that no step can use.
+
+        No parameter steps if one cannot: if there are others too, the host looks at all of them.
+        """
+        found = {p: g for plan in plans for p, g in plan.gradients.items()}
         for p, g in found.items():
-            if g.layout != torch.strided or g.is_complex():
-                kind = "complex" if g.is_complex() else "sparse"
-                raise TypeError(f"{self._name(p)} has a {kind} gradient; SGLD needs dense real ones")
+            try:
+                check_gradient(p, g, self.state[p].get("accumulator"))
+            except (TypeError, ValueError) as error:
+                raise type(error)(f"{self._name(p)} {error}") from None
+        late = {
+            p
+            for plan in plans
+            for p, g in plan.gradients.items()
+            if can_be_deferred(p, self._theta(p), g, plan.settings)
+        }
+        if len(late) == len(found):
+            return late
+        others = [p for p in found if p not in late]
+        if is_capturing():
+            raise RuntimeError(f"{self._name(others[0])} has no kernels that a CUDA graph could capture a step of")
         bad = first_anywhere(first_not_finite([*found.values()]), [*found])
         if bad >= 0:
             stepped = "it was not" if self.step_in_backward else "no parameter was"
@@ -294,7 +436,9 @@ class SGLD(Optimizer):
             raise FloatingPointError(
                 f"the gradient of {name} holds an infinity or a NaN; {stepped} changed by this step"
             )
-        return found
+        if self._counts.holds_any(others):
+            self._settle()
+        return late
 
     def _name(self, p: Tensor) -> str:
         return name_parameter(self.param_groups, *self._places.find(self.param_groups, p))
@@ -309,24 +453,13 @@ class SGLD(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the chain, without torch's versions of the weights: those count the writes of one process."""
+        self.check()
         found = super().state_dict()
-        entries = {i: {name: v for name, v in each.items() if name != "version"} for i, each in found["state"].items()}
-        return {**found, "state": entries}
+        return {**found, "state": {i: without_private(each) for i, each in found["state"].items()}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Resume a saved chain bit for bit. The caller loads the weights into the model, before or after."""
-        saved = [i for group in state_dict["param_groups"] for i in group["params"]]
-        params = [p for group in self.param_groups for p in group["params"]]
-        pairs = zip(saved, params, strict=False)  # torch refuses another number of parameters
-        for state in state_dict["state"].values():
-            if not isinstance(state, dict):
-                raise ValueError(f"the saved state of a parameter must be a dict, got {type(state).__name__}")
-        states = {p: state_dict["state"].get(i, {}) for i, p in pairs}
-        for p, state in states.items():
-            for name in ("accumulator", "gradient"):
-                shape = tuple(state[name].shape) if name in state else tuple(local(p).shape)
-                if shape != tuple(local(p).shape):
-                    raise ValueError(f"the saved {name} has shape {shape}, its parameter {tuple(local(p).shape)}")
+        states = check_states(state_dict, [p for group in self.param_groups for p in group["params"]])
         accumulators = {p: state["accumulator"] for p, state in states.items() if "accumulator" in state}
         super().load_state_dict(state_dict)
         for p, accumulator in accumulators.items():  # torch has cast them to the parameter's dtype

@@ -1,0 +1,48 @@
+"""A step of many parameters that the host does not wait for: which can take it, and the calls it consists of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+
+from .._dtensor import local
+from .device_counts import SamplerCounts
+from .host_copy import has_no_numbers
+from .kernel_step import readable_gradient, step_by_kernels, step_kernels
+from .step import StepSettings, TensorStep
+
+__all__ = ["can_be_deferred", "step_deferred"]
+
+
+def can_be_deferred(p: Tensor, theta: Tensor, gradient: Tensor | None, settings: StepSettings) -> bool:
+    """Return True if kernels that the host need not wait for can step a parameter. Shards wait for each other.
+
+    Without a gradient: if they can with one of the parameter's own kind.
+    """
+    if local(p) is not p:
+        return False
+    kernels = step_kernels(theta, gradient, settings)
+    return kernels is not None and kernels.deferred
+
+
+def step_deferred(plans: Sequence[tuple[Mapping[Tensor, TensorStep], StepSettings]], counts: SamplerCounts) -> None:
+    """Step parameters in place, and launch as little as possible for it.
+
+    On each device that is one call of `begin_step` for all parameters, then one of `sgld` for each group. If a gradient is not
+    finite, the kernels change no parameter; `SamplerCounts.failed` will know.
+    """
+    ready = [  # the same gradients are looked at and then used
+        ({p: t._replace(gradient=readable_gradient(t.theta, t.gradient)) for p, t in some.items()}, settings)
+        for some, settings in plans
+    ]
+    everyone = {p: t for some, _ in ready for p, t in some.items()}
+    if any(has_no_numbers(t.theta) for t in everyone.values()):
+        return
+    counts.begin({p: t.gradient for p, t in everyone.items()})
+    for some, settings in ready:
+        for device in dict.fromkeys(p.device for p in some):
+            here = {p: t for p, t in some.items() if p.device == device}
+            kernels = step_kernels(*next((t.theta, t.gradient) for t in here.values()), settings)
+            assert kernels is not None  # as `can_be_deferred` has found
+            step_by_kernels(kernels, [*here.values()], settings, counts.counters([*here]))
