@@ -32,7 +32,7 @@ class HostCopy:
 
     def numbers(self) -> list[Any]:
         """Return the numbers; wait for them if they have not arrived."""
-        if not self.ready():
+        if self._event is not None:
             self._event.synchronize()
         found: list[Any] = self._values.tolist()
         return found

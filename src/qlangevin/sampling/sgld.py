@@ -19,7 +19,7 @@ from ..quantization.formats import Format
 from ..quantization.operators import Algorithm, Rounding
 from ..quantization.qtensor import QTensor, decoded
 from ..quantization.random import Key
-from . import in_backward
+from . import compiled, in_backward
 from .accumulator import begin_accumulator, may_be_overwritten, renew_accumulator, was_overwritten
 from .checks import check_gradient, check_parameter, first_not_a_number
 from .deferred import can_be_deferred, step_deferred
@@ -86,6 +86,7 @@ class SGLD(Optimizer):
     """
 
     step_in_backward: bool = False
+    checks_parameters = True
 
     def __init__(
         self,
@@ -131,6 +132,7 @@ class SGLD(Optimizer):
             with torch.no_grad():
                 self._state_of(p, settings)
             self._attach_hook(p)
+        self._list_parameters()
 
     def __getstate__(self) -> dict[str, Any]:
         self.check()
@@ -143,6 +145,10 @@ class SGLD(Optimizer):
             group.setdefault("stream", 0)  # absent from states that were saved before there were streams
             for p in group["params"]:
                 self._attach_hook(p)
+        self._list_parameters()
+
+    def _list_parameters(self) -> None:
+        self.everyone = [p for group in self.param_groups for p in group["params"]]
 
     def _begin_watching(self) -> None:
         """Begin what is not saved: what has stepped in backward, what was seen of the chain, counters on devices.
@@ -151,6 +157,7 @@ class SGLD(Optimizer):
         """
         self._stepped, self._watch, self._places = set[int](), Watch(), Places()
         self._counts, self._thetas = SamplerCounts(), dict[Tensor, Tensor]()
+        self.handle, self.everyone = compiled.register(self), list[Tensor]()
 
     # ---- the state of a parameter: its index among all, steps taken, accumulator if any, and torch's version of its weights
 
@@ -204,11 +211,16 @@ class SGLD(Optimizer):
         and a later ``step()``, or `check`, raises the error; the chain goes on from where it was. A step captured in a CUDA
         graph has the settings, ``lr`` among them, of the capture, and draws new random bits in each replay.
         """
-        self._hear(stacklevel=5)
+        compiling = torch.compiler.is_compiling()
+        if not compiling:
+            self._hear(stacklevel=5)
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if compiling:
+            compiled.trace_step(self)
+            return loss
         early = self._step_all(self._find_gradients([p for group in self.param_groups for p in group["params"]]))
         self._warn_of_passes("step() takes", early, stacklevel=6)  # torch wraps it twice
         return loss
@@ -223,7 +235,7 @@ class SGLD(Optimizer):
         if id(p) in self._stepped:
             p.grad = None
             refuse_pass(self._name(p), accumulate)
-        gradients, state = self._find_gradients([p]), self._state_of(p, settings)
+        gradients, state = self._find_gradients([p]), self.state[p]
         plan = Plan(gradients, group, settings)
         late = self._check_gradients([plan])
         passes = state.get("passes", 0) + 1
@@ -238,6 +250,16 @@ class SGLD(Optimizer):
                 self._stepped.add(id(p))
                 self._step_plans([plan], late)
 
+    @torch.no_grad()
+    def step_compiled(self, gradients: dict[Tensor, Tensor], thetas: dict[Tensor, Tensor]) -> None:
+        """Take one step with tensors that stand for the parameters and their gradients; the operator of `compiled` calls it."""
+        self._hear(stacklevel=5)
+        self._thetas = thetas
+        try:
+            self._step_all(gradients)
+        finally:
+            self._thetas = {}
+
     def check(self) -> None:
         """Wait for all steps taken so far, and raise the error of a gradient that was not finite, if there was one.
 
@@ -245,12 +267,14 @@ class SGLD(Optimizer):
         and before weights are used for anything else. `state_dict`, checkpoints and stores do so. The parameters are as
         they were before the step that failed, and so are the numbers of steps. On CPUs it does nothing.
         """
-        self._raise_failed(self._counts.failed(wait=True))
-        self._read_counts()
+        self._wait_for_counts()
         self._watch.judge_sent(wait=True, stacklevel=3)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients. With ``step_in_backward`` it ends the step, and drops gradients that wait for more passes."""
+        if torch.compiler.is_compiling():
+            compiled.trace_zero_grad(self, set_to_none)
+            return
         super().zero_grad(set_to_none)
         if self.step_in_backward:
             waiting = {p: state["passes"] for p, state in self.state.items() if "passes" in state}
@@ -331,9 +355,14 @@ class SGLD(Optimizer):
         for p, step in self._counts.read().items():
             self.state[p]["step"] = step
 
+    def _wait_for_counts(self) -> None:
+        """Wait for all steps; raise the error of the first that failed, else have the host know their numbers."""
+        self._raise_failed(self._counts.failed(wait=True))
+        self._read_counts()
+
     def _settle(self) -> None:
         """Wait for all steps, and count them on the host again."""
-        self.check()
+        self._wait_for_counts()
         self._counts.clear()
 
     def _count_on_devices(self, params: Iterable[Tensor]) -> None:
@@ -345,7 +374,7 @@ class SGLD(Optimizer):
                 "a CUDA graph cannot capture the first step of a parameter, which puts its counter on the device; take a step, "
                 "with gradients of the same parameters, before the capture"
             )
-        self.check()
+        self._wait_for_counts()
         everyone = {p: group for group in self.param_groups for p in group["params"]}
         steps = [self.state[p].get("step", 0) for p in everyone]
         able = [p for p, g in everyone.items() if can_be_deferred(p, self._theta(p), None, StepSettings.from_group(g))]
