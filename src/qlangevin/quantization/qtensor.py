@@ -82,6 +82,11 @@ class QTensor(torch.Tensor):
         format, base_shape, dtype, offset = about
         return cls(parts["codes"], parts.get("exponents"), format, base_shape, dtype, (size, strides, offset))
 
+    def _stable_hash_for_caching(self) -> str:
+        """Return what tells compiled code for this tensor from code for others; the compiler asks for it."""
+        about = (self.base_shape, self.shape, self.stride(), self.storage_offset(), self.dtype, self.device)
+        return f"QTensor {self.format} {about} {self.requires_grad}"
+
     @property
     def nbytes(self) -> int:  # type: ignore[override]
         """Bytes of codes and exponents: all the memory the numbers take."""

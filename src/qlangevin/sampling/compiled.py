@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import Tensor
 

@@ -26,6 +26,7 @@ from ..quantization.laws import Mean
 from ..quantization.operators import Algorithm, Rounding
 from ..quantization.qtensor import QTensor, decoded
 from ..quantization.random import Key
+from .host_copy import has_no_numbers
 from .kernel_step import check_shape, step_by_kernels, step_kernels
 
 __all__ = [
@@ -219,6 +220,9 @@ def _step_each(tensors: Sequence[TensorStep], settings: StepSettings) -> None:
     """Step tensors in place: by the kernels where they can, by `update` elsewhere."""
     fused: dict[Kernels, list[TensorStep]] = {}
     for t in tensors:
+        if has_no_numbers(t.theta):
+            check_shape(t.theta, t.gradient)
+            continue
         kernels = step_kernels(t.theta, t.gradient, settings)
         if kernels is not None:
             fused.setdefault(kernels, []).append(t)
