@@ -124,6 +124,9 @@ def deferred_kernels(device_type: str = "cpu") -> Iterator[DeferredKernels]:
 class NoWaiting(TorchDispatchMode):
     """A context in which reading a number from a device is an error."""
 
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
     WAITING = frozenset(
         {"_local_scalar_dense", "item", "nonzero", "nonzero_static", "masked_select", "is_nonzero", "equal", "unique2"}
     )

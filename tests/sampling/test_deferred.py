@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from qlangevin import SGLD, QLangevinWarning, pack
 from qlangevin.quantization.qtensor import QTensor, decoded
-from qlangevin.sampling import host_copy, sgld
+from qlangevin.sampling import host_copy, stepping
 from tests.helpers.deferred_kernels import DeferredKernels, NoWaiting, deferred_kernels
 from tests.helpers.sgld import METHODS
 
@@ -115,7 +115,10 @@ def test_parameters_of_other_dtypes(dtype: torch.dtype, weights: str | None) -> 
 
 def test_one_call_for_all_gradients_and_one_for_each_group(device: DeferredKernels) -> None:
     model = network()
-    groups = [{"params": [*model[0].parameters()]}, {"params": [*model[2].parameters()], "lr": 0.01}]
+    groups: list[dict[str, Any]] = [
+        {"params": [*model[0].parameters()]},
+        {"params": [*model[2].parameters()], "lr": 0.01},
+    ]
     sampler = SGLD(groups, 0.1, 1000, weights="bfp8")
     device.calls.clear()
     gradients(model, 0)
@@ -430,7 +433,7 @@ def test_check_tells_what_was_seen(device: DeferredKernels) -> None:
 def capturing(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Whether a graph is being captured, as the sampler sees it."""
     now = [False]
-    for module in (host_copy, sgld):
+    for module in (host_copy, stepping):
         monkeypatch.setattr(module, "is_capturing", lambda: now[0])
     return now
 

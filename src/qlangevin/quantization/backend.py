@@ -28,11 +28,13 @@ class Kernels(Protocol):
 
     def quantize(
         self, x: Tensor, format: Format, rounding_: str, key: Key, purpose: int, variance: Tensor | None = None,
-        out: Tensor | None = None, positive: Tensor | None = None, move: Tensor | None = None,
+        out: Tensor | None = None, positive: Tensor | None = None, move: Tensor | None = None, *,
+        step: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """Return Q(x), or Q(x + move), written to ``out`` if given, which may be x.
 
-        It is zero where ``positive``, int8 codes, is zero or less. The sum is a `Mean`, which is not rounded first.
+        ``step``, an integer on the device, takes the place of the key's; deferred kernels only. The result is zero
+        where ``positive``, int8 codes, is zero or less. The sum is a `Mean`, which is not rounded first.
         """
 
     def sgld(self, *args: Any, **kwargs: Any) -> None:

@@ -1,54 +1,36 @@
-"""SGLD as a torch optimizer: a thin class that walks the parameters; the step itself is in `step`.
+"""SGLD as a torch optimizer: settings, and the methods that users call; `stepping` walks the parameters, `step` has the update.
 
 Every method of the paper is a choice of settings; ``temperature=0`` is SGD.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple, cast, overload
+from collections.abc import Callable
+from typing import Any, overload
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import Optimizer, ParamsT
+from torch.optim.optimizer import ParamsT
 
-from .._dtensor import first_anywhere, local, shard_of
+from .._dtensor import local
 from .._validate import check_flag
-from ..quantization import operators, random
+from ..quantization import operators
 from ..quantization.formats import Format
 from ..quantization.operators import Algorithm, Rounding
-from ..quantization.qtensor import QTensor, decoded
-from ..quantization.random import Key
-from . import compiled, in_backward
-from .accumulator import begin_accumulator, may_be_overwritten, renew_accumulator, was_overwritten
-from .checks import check_gradient, check_parameter, first_not_a_number
-from .deferred import can_be_deferred, step_deferred
-from .device_counts import SamplerCounts
-from .gradients import clip_to_norm, first_not_finite
-from .host_copy import has_no_numbers, is_capturing
-from .in_backward import drop_passes, read_options, refuse_pass, total_gradient, warn_of_passes
+from ..quantization.qtensor import decoded
+from . import compiled
+from .checks import check_parameter
+from .in_backward import drop_passes, read_options, refuse_pass
 from .interrupts import Uninterrupted
-from .kernel_step import step_kernels
-from .places import Places, name_parameter
 from .saved_state import check_states, without_private
-from .step import FIELDS, FORMATS, StepSettings, TensorStep, parameter_key, quantize_for, step_tensors
-from .watch import Watch, count_saturated, is_look
+from .step import FIELDS, StepSettings
+from .stepping import Plan, Stepper
+from .watch import count_saturated
 
 __all__ = ["SGLD"]
 
 
-class Plan(NamedTuple):
-    """The part of one group in a step."""
-
-    gradients: dict[Tensor, Tensor]
-    group: dict[str, Any]
-    settings: StepSettings
-
-
-NOT_CHANGED = "no parameter was changed by that step, nor"
-
-
-class SGLD(Optimizer):
+class SGLD(Stepper):
     """Low-precision stochastic gradient Langevin dynamics.
 
     A step takes the weights θ to
@@ -85,7 +67,6 @@ class SGLD(Optimizer):
             `torch.nn.utils.clip_grad_norm_` does, the gradients of all parameters together.
     """
 
-    step_in_backward: bool = False
     checks_parameters = True
 
     def __init__(
@@ -147,54 +128,6 @@ class SGLD(Optimizer):
                 self._attach_hook(p)
         self._list_parameters()
 
-    def _list_parameters(self) -> None:
-        self.everyone = [p for group in self.param_groups for p in group["params"]]
-
-    def _begin_watching(self) -> None:
-        """Begin what is not saved: what has stepped in backward, what was seen of the chain, counters on devices.
-
-        ``_thetas`` are tensors that stand for parameters in a compiled step.
-        """
-        self._stepped, self._watch, self._places = set[int](), Watch(), Places()
-        self._counts, self._thetas = SamplerCounts(), dict[Tensor, Tensor]()
-        self.handle, self.everyone = compiled.register(self), list[Tensor]()
-
-    # ---- the state of a parameter: its index among all, steps taken, accumulator if any, and torch's version of its weights
-
-    def _state_of(self, p: Tensor, settings: StepSettings, late: bool = False) -> dict[str, Any]:
-        """Return the state of a parameter, made at the first call; its accumulator stands for the weights as they are.
-
-        ``late`` for a parameter that kernels count the steps of.
-        """
-        state, theta = cast(dict[str, Any], self.state[p]), self._theta(p)
-        if "index" not in state:
-            self._begin_state(p, state, settings)
-        elif settings.accumulator:
-            key = _key_of(p, settings, state["index"], state["step"])
-            if late and "accumulator" in state:
-                kernels = step_kernels(theta, None, settings) if may_be_overwritten(p, state) else None
-                if kernels is not None:
-                    renew_accumulator(kernels, theta, state["accumulator"], settings, key, self._counts.count_of(p))
-            elif "accumulator" not in state or was_overwritten(p, theta, state, settings):
-                state["accumulator"] = begin_accumulator(theta, settings, key)
-        return state
-
-    def _theta(self, p: Tensor) -> Tensor:
-        """Return the part of a parameter that this process has, or what stands for it."""
-        return self._thetas.get(p, local(p)) if self._thetas else local(p)
-
-    def _begin_state(self, p: Tensor, state: dict[str, Any], settings: StepSettings) -> None:
-        """Fill the state of a new parameter: random bits of its own, an accumulator; and put it on its grid."""
-        state["index"] = 1 + max((other.get("index", -1) for other in self.state.values()), default=-1)
-        state["step"] = 0
-        part, source, key = local(p), local(p), _key_of(p, settings, state["index"], 0)
-        if settings.accumulator:
-            source = state["accumulator"] = begin_accumulator(part, settings, key)
-        if settings.accumulator or not isinstance(part, QTensor):  # a packed one is on its grid
-            format = settings.weights_format(part)
-            part.copy_(quantize_for(random.WEIGHT, source, format, settings.noise_free_rounding, key))
-        state["version"] = p._version
-
     # ---- the step
 
     @overload
@@ -254,6 +187,10 @@ class SGLD(Optimizer):
     def step_compiled(self, gradients: dict[Tensor, Tensor], thetas: dict[Tensor, Tensor]) -> None:
         """Take one step with tensors that stand for the parameters and their gradients; the operator of `compiled` calls it."""
         self._hear(stacklevel=5)
+        if self.step_in_backward:
+            raise RuntimeError(
+                "a sampler with step_in_backward=True cannot step inside of torch.compile: call step() outside of it"
+            )
         self._thetas = thetas
         try:
             self._step_all(gradients)
@@ -282,196 +219,6 @@ class SGLD(Optimizer):
             self._watch.conclude()
             self._warn_of_passes("zero_grad() drops", waiting, stacklevel=4)
 
-    def _step_all(self, found: dict[Tensor, Tensor]) -> dict[Tensor, int]:
-        """Step all parameters that have gradients; return the passes of those that step early, if they step in backward."""
-        groups = [(group, StepSettings.from_group(group)) for group in self.param_groups]
-        for group, settings in groups:
-            self._check_group(group, settings)
-        plans = [Plan({p: found[p] for p in group["params"] if p in found}, group, s) for group, s in groups]
-        late = self._check_gradients(plans)
-        for plan in plans:
-            self._look(plan, late)
-        self._watch.conclude()
-        with Uninterrupted():
-            early = self._end_passes(found) if self.step_in_backward else {}
-            self._step_plans(plans, late)
-        return early
-
-    def _step_plans(self, plans: list[Plan], late: set[Tensor]) -> None:
-        """Step parameters: ``late`` ones all together, without waiting, the others group by group."""
-        later, blind = [], is_capturing()
-        if late and not any(map(has_no_numbers, late)):
-            self._count_on_devices(late)
-        for plan in plans:
-            tensors = self._count_steps(plan, late, blind)
-            now = [t for p, t in tensors.items() if p not in late]
-            step_tensors(now, plan.settings)
-            later.append(({p: t for p, t in tensors.items() if p in late}, plan.settings))
-        if late:
-            step_deferred(later, self._counts)
-            if not blind:
-                self._counts.ask()
-        for plan in plans:
-            for p in plan.gradients:
-                self.state[p]["version"] = p._version
-
-    def _count_steps(self, plan: Plan, late: set[Tensor], blind: bool) -> dict[Tensor, TensorStep]:
-        """Count one step of the parameters of a group, and return what it reads and writes.
-
-        Counted before any weight moves: a step that fails leaves random bits unused, and uses none twice.
-        """
-        settings, most = plan.settings, plan.group.get("max_grad_norm")
-        states = [self._state_of(p, settings, p in late) for p in plan.gradients]
-        for p, state in zip(plan.gradients, states, strict=True):
-            state["step"] += 0 if blind and p in late else 1
-        tensors = {}
-        for (p, gradient), state in zip(plan.gradients.items(), states, strict=True):
-            key = _key_of(p, settings, state["index"], state["step"])
-            accumulator = state["accumulator"] if settings.accumulator else None
-            clipped = gradient if most is None else clip_to_norm(gradient, p, most, wait=p not in late)
-            tensors[p] = TensorStep(self._theta(p), clipped, key, accumulator)
-        return tensors
-
-    # ---- steps that the host does not wait for: kernels count them, and notice gradients that are not finite
-
-    def _hear(self, stacklevel: int) -> None:
-        """Raise the error and give the warnings of earlier steps that the host knows of by now."""
-        if not is_capturing():
-            self._raise_failed(self._counts.failed(wait=False))
-            self._watch.judge_sent(wait=False, stacklevel=stacklevel)
-
-    def _raise_failed(self, p: Tensor | None) -> None:
-        """Go back to before the step that failed for the gradient of a parameter, and raise; None is no failure."""
-        if p is None:
-            return
-        self._counts.undo()
-        self._read_counts()
-        stepped = "it was not changed by that step, nor any parameter" if self.step_in_backward else NOT_CHANGED
-        raise FloatingPointError(
-            f"the gradient of {self._name(p)} held an infinity or a NaN; {stepped} by those after it, which do not count"
-        )
-
-    def _read_counts(self) -> None:
-        for p, step in self._counts.read().items():
-            self.state[p]["step"] = step
-
-    def _wait_for_counts(self) -> None:
-        """Wait for all steps; raise the error of the first that failed, else have the host know their numbers."""
-        self._raise_failed(self._counts.failed(wait=True))
-        self._read_counts()
-
-    def _settle(self) -> None:
-        """Wait for all steps, and count them on the host again."""
-        self._wait_for_counts()
-        self._counts.clear()
-
-    def _count_on_devices(self, params: Iterable[Tensor]) -> None:
-        """Have the steps of parameters counted on their devices, if they are not yet."""
-        if self._counts.holds(params):
-            return
-        if is_capturing():
-            raise RuntimeError(
-                "a CUDA graph cannot capture the first step of a parameter, which puts its counter on the device; take a step, "
-                "with gradients of the same parameters, before the capture"
-            )
-        self._wait_for_counts()
-        everyone = {p: group for group in self.param_groups for p in group["params"]}
-        steps = [self.state[p].get("step", 0) for p in everyone]
-        able = [p for p, g in everyone.items() if can_be_deferred(p, self._theta(p), None, StepSettings.from_group(g))]
-        self._counts.build([*everyone], steps, able)
-
-    def _end_passes(self, stepped: Iterable[Tensor]) -> dict[Tensor, int]:
-        """End a step in backward, of which `step` takes these parameters; return their passes, if none has had all of them."""
-        early = {} if self._stepped else {p: self.state[p]["passes"] for p in stepped if "passes" in self.state[p]}
-        for p in stepped:  # their gradients wait for more passes, or hooks were lost
-            self._attach_hook(p)
-            p.grad = None
-        for state in self.state.values():
-            drop_passes(state)
-        self._stepped.clear()
-        return early
-
-    def _warn_of_passes(self, what: str, passes: dict[Tensor, int], stacklevel: int) -> None:
-        for p in [*passes][:1]:
-            group, _ = self._places.find(self.param_groups, p)
-            accumulate = read_options(group, self.step_in_backward).accumulate
-            warn_of_passes(self._watch.given, what, passes[p], accumulate, self._name(p), stacklevel)
-
-    def _look(self, plan: Plan, late: set[Tensor]) -> None:
-        """Look at parameters that are about to step, if it is time."""
-        if is_capturing():
-            return
-        for p, gradient in plan.gradients.items():
-            if is_look(step := self.state[p].get("step", 0) + 1) and not has_no_numbers(p):
-                theta, wait = self._theta(p), p not in late
-                self._watch.look(theta, gradient, plan.settings, step, self._name(p), wait=wait)
-
-    def _attach_hook(self, p: Tensor) -> None:
-        if self.step_in_backward and p.requires_grad:
-            in_backward.attach_hook(p, self)
-
-    # ---- checks before anything is changed
-
-    def _check_group(self, group: dict[str, Any], settings: StepSettings) -> None:
-        """Refuse parameters that cannot be stepped. Keep formats by name, so that a saved group is numbers and words."""
-        for p in group["params"]:
-            try:
-                check_parameter(p, settings)
-                if in_backward.has_hook_of_another(p, self):
-                    raise ValueError("another sampler steps it in backward; one parameter has one sampler")
-            except (TypeError, ValueError) as error:
-                raise type(error)(f"{self._name(p)}: {error}") from None
-        for name in FORMATS:
-            group[name] = getattr(settings, name)
-
-    def _check_weights(self, group: dict[str, Any]) -> None:
-        """Refuse weights that are not finite."""
-        with torch.no_grad():
-            bad = first_not_a_number(group["params"])
-        if bad >= 0:
-            name = self._name(group["params"][bad])
-            raise ValueError(f"{name} holds an infinity or a NaN; a chain must begin at finite weights")
-
-    def _find_gradients(self, params: list[Tensor]) -> dict[Tensor, Tensor]:
-        """Return the gradients of parameters that have one, summed over backward passes; refuse those that no step can use."""
-        return {p: g for p in params if (g := total_gradient(p, self.state[p])) is not None}
-
-    def _check_gradients(self, plans: list[Plan]) -> set[Tensor]:
-        """Return the parameters whose kernels look at the gradient themselves; refuse gradients that no step can use.
-
-        No parameter steps if one cannot: if there are others too, the host looks at all of them.
-        """
-        found = {p: g for plan in plans for p, g in plan.gradients.items()}
-        for p, g in found.items():
-            try:
-                check_gradient(p, g, self.state[p].get("accumulator"))
-            except (TypeError, ValueError) as error:
-                raise type(error)(f"{self._name(p)} {error}") from None
-        late = {
-            p
-            for plan in plans
-            for p, g in plan.gradients.items()
-            if can_be_deferred(p, self._theta(p), g, plan.settings)
-        }
-        if len(late) == len(found):
-            return late
-        others = [p for p in found if p not in late]
-        if is_capturing():
-            raise RuntimeError(f"{self._name(others[0])} has no kernels that a CUDA graph could capture a step of")
-        bad = first_anywhere(first_not_finite([*found.values()]), [*found])
-        if bad >= 0:
-            stepped = "it was not" if self.step_in_backward else "no parameter was"
-            name = self._name([*found][bad])
-            raise FloatingPointError(
-                f"the gradient of {name} holds an infinity or a NaN; {stepped} changed by this step"
-            )
-        if self._counts.holds_any(others):
-            self._settle()
-        return late
-
-    def _name(self, p: Tensor) -> str:
-        return name_parameter(self.param_groups, *self._places.find(self.param_groups, p))
-
     # ---- the rest of an optimizer
 
     def saturated(self) -> int:
@@ -495,8 +242,3 @@ class SGLD(Optimizer):
             dtype = operators.working_dtype(p.dtype)
             self.state[p]["accumulator"] = accumulator.detach().to(p.device, dtype, copy=True).contiguous()
             self.state[p]["version"] = p._version  # so that the saved one counts, whenever the model is loaded
-
-
-def _key_of(p: Tensor, settings: StepSettings, index: int, step: int) -> Key:
-    """Return the random bits of a parameter, or of the shard of it that this process has."""
-    return parameter_key(settings.seed, settings.stream, index, step, shard_of(p))

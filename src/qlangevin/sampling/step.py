@@ -17,6 +17,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from .._dtensor import shard_of
 from .._validate import check_choice, check_flag, check_number
 from ..native import TensorStep
 from ..quantization import operators, random
@@ -108,6 +109,10 @@ class StepSettings:
         if isinstance(theta, QTensor):
             return str(theta.format)
         return self.weights or _DTYPE_FORMATS.get(theta.dtype)
+
+    def key_of(self, p: Tensor, index: int, step: int) -> Key:
+        """Return the random bits of a parameter, or of the shard of it that this process has."""
+        return parameter_key(self.seed, self.stream, index, step, shard_of(p))
 
     @cached_property
     def text(self) -> str:
