@@ -61,7 +61,7 @@ def trace_zero_grad(sampler: Sampler, set_to_none: bool) -> None:
         if set_to_none:
             p.grad = None
         elif p.grad is not None:
-            p.grad.detach_().zero_()
+            p.grad.zero_()
 
 
 @operators.operator("sampler_step_", mutates=("written",))
