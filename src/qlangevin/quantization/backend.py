@@ -17,7 +17,7 @@ from torch import Tensor
 from .formats import Format
 from .random import Key
 
-__all__ = ["Kernels", "kernels_for", "register", "suspended", "unregister"]
+__all__ = ["Kernels", "is_deferred", "kernels_for", "register", "suspended", "unregister"]
 
 
 class Kernels(Protocol):
@@ -80,6 +80,11 @@ def register(device_type: str, kernels: Kernels) -> None:
 def unregister(device_type: str) -> Kernels | None:
     """Remove and return the kernels of a type of device."""
     return _backends.pop(device_type, None)
+
+
+def is_deferred(device_type: str) -> bool:
+    """Return True if a type of device has kernels that the host must not wait for."""
+    return device_type in _backends and _backends[device_type].deferred
 
 
 class _Suspension:

@@ -15,7 +15,7 @@ from ..quantization.qtensor import decoded
 from ..quantization.random import Key
 from .step import StepSettings, quantize_for
 
-__all__ = ["begin_accumulator", "may_be_overwritten", "renew_accumulator", "was_overwritten"]
+__all__ = ["begin_accumulator", "may_be_overwritten", "renew_accumulator", "weights_differ"]
 
 
 def begin_accumulator(weights: Tensor, settings: StepSettings, key: Key) -> Tensor:
@@ -25,16 +25,11 @@ def begin_accumulator(weights: Tensor, settings: StepSettings, key: Key) -> Tens
 
 
 def may_be_overwritten(p: Tensor, state: Mapping[str, Any]) -> bool:
-    """Return whether torch has counted a write into a parameter since its last step."""
-    return bool(state.get("version", p._version) != p._version)
-
-
-def was_overwritten(p: Tensor, weights: Tensor, state: Mapping[str, Any], settings: StepSettings) -> bool:
-    """Return whether other code has written weights into a parameter that its accumulator does not stand for.
+    """Return whether other code has written into a parameter since its last step.
 
     Writing raises torch's version counter, but may have put back the same weights, as loading a checkpoint does.
     """
-    return may_be_overwritten(p, state) and bool(weights_differ(weights, state["accumulator"], settings))
+    return bool(state.get("version", p._version) != p._version)
 
 
 def weights_differ(weights: Tensor, accumulator: Tensor, settings: StepSettings) -> Tensor:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor
 
 from .._dtensor import local
+from ..quantization.backend import is_deferred
 from .device_counts import SamplerCounts
 from .host_copy import has_no_numbers
 from .kernel_step import readable_gradient, step_by_kernels, step_kernels
 from .step import StepSettings, TensorStep
 
-__all__ = ["can_be_deferred", "step_deferred"]
+__all__ = ["can_be_deferred", "find_deferred", "step_deferred"]
 
 
 def can_be_deferred(p: Tensor, theta: Tensor, gradient: Tensor | None, settings: StepSettings) -> bool:
@@ -24,6 +25,16 @@ def can_be_deferred(p: Tensor, theta: Tensor, gradient: Tensor | None, settings:
         return False
     kernels = step_kernels(theta, gradient, settings)
     return kernels is not None and kernels.deferred
+
+
+def find_deferred(
+    gradients: Mapping[Tensor, Tensor], theta_of: Callable[[Tensor], Tensor], settings: StepSettings
+) -> dict[Tensor, Tensor]:
+    """Return those parameters that `can_be_deferred`, and their gradients."""
+    on_cpu = is_deferred("cpu")  # asked once: most samplers are on the CPU, where it is False
+    return {
+        p: g for p, g in gradients.items() if (on_cpu or not p.is_cpu) and can_be_deferred(p, theta_of(p), g, settings)
+    }
 
 
 def step_deferred(plans: Sequence[tuple[Mapping[Tensor, TensorStep], StepSettings]], counts: SamplerCounts) -> None:

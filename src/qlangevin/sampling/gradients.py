@@ -14,7 +14,7 @@ __all__ = ["clip_to_norm", "first_not_finite"]
 
 def first_not_finite(tensors: list[Tensor]) -> int:
     """Return the index of the first tensor that holds an infinity or a NaN, or -1."""
-    fast: dict[tuple[Kernels, torch.device], list[int]] = {}
+    fast: dict[tuple[Kernels, torch.device | None], list[int]] = {}
     slow = []
     for i, t in enumerate(tensors):
         if has_no_numbers(t):
@@ -23,7 +23,7 @@ def first_not_finite(tensors: list[Tensor]) -> int:
         if kernels is None:
             slow.append(i)
         else:
-            fast.setdefault((kernels, t.device), []).append(i)
+            fast.setdefault((kernels, None if t.is_cpu else t.device), []).append(i)
     bad = [i for i in slow if not bool(tensors[i].isfinite().all())][:1]
     for (kernels, _), some in fast.items():
         found = kernels.first_not_finite([tensors[i] for i in some])

@@ -12,6 +12,8 @@ from ..quantization.qtensor import QTensor
 
 __all__ = ["HostCopy", "has_no_numbers", "is_capturing"]
 
+PLAIN = (Tensor, torch.nn.Parameter)
+
 
 class HostCopy:
     """A copy of a small tensor in the host's memory; `ready` tells, without waiting, if it has arrived."""
@@ -45,6 +47,8 @@ def is_capturing() -> bool:
 
 def has_no_numbers(t: Tensor) -> bool:
     """Return True for a tensor that has a shape, a dtype and a device, but no memory: PyTorch's fake tensors."""
+    if type(t) in PLAIN:  # the usual case, fast: this precedes every step of every tensor
+        return False
     part = local(t)
     part = part.codes if isinstance(part, QTensor) else part
-    return type(part) not in (Tensor, torch.nn.Parameter) and torch._subclasses.fake_tensor.is_fake(part)
+    return type(part) not in PLAIN and torch._subclasses.fake_tensor.is_fake(part)

@@ -34,13 +34,13 @@ class Counters(NamedTuple):
 
 def step_kernels(theta: Tensor, gradient: Tensor | None, settings: StepSettings) -> Kernels | None:
     """Return the kernels that can step a tensor, with a gradient or with any; None if `update` has to."""
-    tensors = (theta.codes if isinstance(theta, QTensor) else theta, *([] if gradient is None else [gradient]))
     if settings.algorithm == "paper" and settings.rounding == "corrected":
         return None
-    if isinstance(theta, QTensor):
-        return None if theta.dtype == torch.float64 else kernels_for(*tensors)
-    kernels = kernels_for(*tensors)
-    return kernels if kernels is not None and theta.dtype in kernels.floats else None
+    memory = theta.codes if isinstance(theta, QTensor) else theta
+    kernels = kernels_for(memory) if gradient is None else kernels_for(memory, gradient)
+    if kernels is None or theta.dtype == torch.float64:
+        return None
+    return kernels if memory is not theta or theta.dtype in kernels.floats else None
 
 
 def step_by_kernels(
@@ -50,7 +50,7 @@ def step_by_kernels(
     gradients, accumulator = (parse(f) if f else None for f in (s.gradients, s.accumulator))
     calls: dict[str | None, list[int]] = {}
     for i, t in enumerate(tensors):
-        own = isinstance(t.theta, QTensor) or t.theta.dtype == torch.float32
+        own = t.theta.dtype == torch.float32 or isinstance(t.theta, QTensor)
         calls.setdefault(s.weights if own else s.weights_format(t.theta), []).append(i)
     for weights, chosen in calls.items():
         some = [tensors[i] for i in chosen]

@@ -19,7 +19,7 @@ from ..quantization.formats import Format
 from ..quantization.operators import Algorithm, Rounding
 from ..quantization.qtensor import decoded
 from . import compiled
-from .checks import check_parameter
+from .checks import check_parameter, first_not_a_number
 from .in_backward import drop_passes, read_options, refuse_pass
 from .interrupts import Uninterrupted
 from .saved_state import check_states, without_private
@@ -115,6 +115,14 @@ class SGLD(Stepper):
             self._attach_hook(p)
         self._list_parameters()
 
+    def _check_weights(self, group: dict[str, Any]) -> None:
+        """Refuse weights that are not finite."""
+        with torch.no_grad():
+            bad = first_not_a_number(group["params"])
+        if bad >= 0:
+            name = self._name(group["params"][bad])
+            raise ValueError(f"{name} holds an infinity or a NaN; a chain must begin at finite weights")
+
     def __getstate__(self) -> dict[str, Any]:
         self.check()
         return {**super().__getstate__(), "step_in_backward": self.step_in_backward}
@@ -169,11 +177,10 @@ class SGLD(Stepper):
             p.grad = None
             refuse_pass(self._name(p), accumulate)
         gradients, state = self._find_gradients([p]), self.state[p]
-        plan = Plan(gradients, group, settings)
-        late = self._check_gradients([plan])
+        plans = self._check_gradients([Plan(gradients, group, settings)])
         passes = state.get("passes", 0) + 1
         if passes == accumulate:
-            self._look(plan, late)
+            self._look(plans[0])
         with Uninterrupted():
             p.grad = None
             if passes < accumulate:
@@ -181,7 +188,7 @@ class SGLD(Stepper):
             else:
                 drop_passes(state)
                 self._stepped.add(id(p))
-                self._step_plans([plan], late)
+                self._step_plans(plans)
 
     @torch.no_grad()
     def step_compiled(self, gradients: dict[Tensor, Tensor], thetas: dict[Tensor, Tensor]) -> None:

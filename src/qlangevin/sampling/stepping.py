@@ -17,9 +17,9 @@ from .._dtensor import first_anywhere, local
 from ..quantization import random
 from ..quantization.qtensor import QTensor
 from . import compiled, in_backward
-from .accumulator import begin_accumulator, may_be_overwritten, renew_accumulator, was_overwritten
-from .checks import check_gradient, check_parameter, first_not_a_number
-from .deferred import can_be_deferred, step_deferred
+from .accumulator import begin_accumulator, may_be_overwritten, renew_accumulator, weights_differ
+from .checks import check_accumulator, check_gradient, check_parameter
+from .deferred import can_be_deferred, find_deferred, step_deferred
 from .device_counts import SamplerCounts
 from .gradients import clip_to_norm, first_not_finite
 from .host_copy import has_no_numbers, is_capturing
@@ -39,6 +39,7 @@ class Plan(NamedTuple):
     gradients: dict[Tensor, Tensor]
     group: dict[str, Any]
     settings: StepSettings
+    late: bool = False
 
 
 class Stepper(Optimizer):
@@ -82,18 +83,25 @@ class Stepper(Optimizer):
 
         ``late`` for a parameter that kernels count the steps of.
         """
-        state, theta = cast(dict[str, Any], self.state[p]), self._theta(p)
+        state = cast(dict[str, Any], self.state[p])
         if "index" not in state:
             self._begin_state(p, state, settings)
         elif settings.accumulator:
-            key = settings.key_of(p, state["index"], state["step"])
-            if late and "accumulator" in state:
-                kernels = step_kernels(theta, None, settings) if may_be_overwritten(p, state) else None
-                if kernels is not None:
-                    renew_accumulator(kernels, theta, state["accumulator"], settings, key, self._counts.count_of(p))
-            elif "accumulator" not in state or was_overwritten(p, theta, state, settings):
-                state["accumulator"] = begin_accumulator(theta, settings, key)
+            kept = state.get("accumulator")
+            if kept is not None and not (kept.is_cpu and p.is_cpu):  # faster than to compare devices
+                check_accumulator(p, kept, self._name(p))
+            if kept is None or may_be_overwritten(p, state):
+                self._renew_accumulator(p, state, settings, late)
         return state
+
+    def _renew_accumulator(self, p: Tensor, state: dict[str, Any], settings: StepSettings, late: bool) -> None:
+        """Begin the accumulator of a parameter anew, if there is none or it stands for other weights."""
+        key, theta = settings.key_of(p, state["index"], state["step"]), self._theta(p)
+        kernels = step_kernels(theta, None, settings) if late and "accumulator" in state else None
+        if kernels is not None:
+            renew_accumulator(kernels, theta, state["accumulator"], settings, key, self._counts.count_of(p))
+        elif "accumulator" not in state or bool(weights_differ(theta, state["accumulator"], settings)):
+            state["accumulator"] = begin_accumulator(theta, settings, key)
 
     def _theta(self, p: Tensor) -> Tensor:
         """Return the part of a parameter that this process has, or what stands for it."""
@@ -119,48 +127,51 @@ class Stepper(Optimizer):
         for group, settings in groups:
             self._check_group(group, settings)
         plans = [Plan({p: found[p] for p in group["params"] if p in found}, group, s) for group, s in groups]
-        late = self._check_gradients(plans)
+        plans = self._check_gradients(plans)
         for plan in plans:
-            self._look(plan, late)
+            self._look(plan)
         self._watch.conclude()
         with Uninterrupted():
             early = self._end_passes(found) if self.step_in_backward else {}
-            self._step_plans(plans, late)
+            self._step_plans(plans)
         return early
 
-    def _step_plans(self, plans: list[Plan], late: set[Tensor]) -> None:
-        """Step parameters: ``late`` ones all together, without waiting, the others group by group."""
-        later, blind = [], is_capturing()
+    def _step_plans(self, plans: list[Plan]) -> None:
+        """Step parameters: late ones all together, without waiting, the others group by group."""
+        late, blind = [p for plan in plans if plan.late for p in plan.gradients], is_capturing()
         if late and not any(map(has_no_numbers, late)):
             self._count_on_devices(late)
+        later, states = [], list[dict[str, Any]]()
         for plan in plans:
-            tensors = self._count_steps(plan, late, blind)
-            now = [t for p, t in tensors.items() if p not in late]
-            step_tensors(now, plan.settings)
-            later.append(({p: t for p, t in tensors.items() if p in late}, plan.settings))
+            tensors = self._count_steps(plan, blind, states)
+            if plan.late:
+                later.append((dict(zip(plan.gradients, tensors, strict=True)), plan.settings))
+            else:
+                step_tensors(tensors, plan.settings)
         if late:
             step_deferred(later, self._counts)
             if not blind:
                 self._counts.ask()
-        for plan in plans:
-            for p in plan.gradients:
-                self.state[p]["version"] = p._version
+        for p, state in zip((p for plan in plans for p in plan.gradients), states, strict=True):
+            state["version"] = p._version
 
-    def _count_steps(self, plan: Plan, late: set[Tensor], blind: bool) -> dict[Tensor, TensorStep]:
-        """Count one step of the parameters of a group, and return what it reads and writes.
+    def _count_steps(self, plan: Plan, blind: bool, all_states: list[dict[str, Any]]) -> list[TensorStep]:
+        """Count one step of the parameters of a group, and return what it reads and writes; ``blind`` if it is captured.
 
+        Their states join ``all_states``.
         Counted before any weight moves: a step that fails leaves random bits unused, and uses none twice.
         """
         settings, most = plan.settings, plan.group.get("max_grad_norm")
-        states = [self._state_of(p, settings, p in late) for p in plan.gradients]
-        for p, state in zip(plan.gradients, states, strict=True):
-            state["step"] += 0 if blind and p in late else 1
-        tensors = {}
+        states = [self._state_of(p, settings, plan.late) for p in plan.gradients]
+        all_states += states
+        for state in states:
+            state["step"] += 0 if blind and plan.late else 1
+        tensors = []
         for (p, gradient), state in zip(plan.gradients.items(), states, strict=True):
             key = settings.key_of(p, state["index"], state["step"])
             accumulator = state["accumulator"] if settings.accumulator else None
-            clipped = gradient if most is None else clip_to_norm(gradient, p, most, wait=p not in late)
-            tensors[p] = TensorStep(self._theta(p), clipped, key, accumulator)
+            clipped = gradient if most is None else clip_to_norm(gradient, p, most, wait=not plan.late)
+            tensors.append(TensorStep(self._theta(p), clipped, key, accumulator))
         return tensors
 
     def _end_passes(self, stepped: Iterable[Tensor]) -> dict[Tensor, int]:
@@ -180,14 +191,14 @@ class Stepper(Optimizer):
             accumulate = read_options(group, self.step_in_backward).accumulate
             warn_of_passes(self._watch.given, what, passes[p], accumulate, self._name(p), stacklevel)
 
-    def _look(self, plan: Plan, late: set[Tensor]) -> None:
+    def _look(self, plan: Plan) -> None:
         """Look at parameters that are about to step, if it is time."""
-        if is_capturing():
+        if plan.late and is_capturing():
             return
         for p, gradient in plan.gradients.items():
             if is_look(step := self.state[p].get("step", 0) + 1) and not has_no_numbers(p):
-                theta, wait = self._theta(p), p not in late
-                self._watch.look(theta, gradient, plan.settings, step, self._name(p), wait=wait)
+                theta, name = self._theta(p), self._name(p)
+                self._watch.look(theta, gradient, plan.settings, step, name, wait=not plan.late)
 
     # ---- steps that the host does not wait for
 
@@ -253,47 +264,42 @@ class Stepper(Optimizer):
         for name in FORMATS:
             group[name] = getattr(settings, name)
 
-    def _check_weights(self, group: dict[str, Any]) -> None:
-        """Refuse weights that are not finite."""
-        with torch.no_grad():
-            bad = first_not_a_number(group["params"])
-        if bad >= 0:
-            name = self._name(group["params"][bad])
-            raise ValueError(f"{name} holds an infinity or a NaN; a chain must begin at finite weights")
-
     def _find_gradients(self, params: list[Tensor]) -> dict[Tensor, Tensor]:
         """Return the gradients of parameters that have one, summed over backward passes; refuse those that no step can use."""
         return {p: g for p in params if (g := total_gradient(p, self.state[p])) is not None}
 
-    def _check_gradients(self, plans: list[Plan]) -> set[Tensor]:
-        """Return the parameters whose kernels look at the gradient themselves; refuse gradients that no step can use.
+    def _check_gradients(self, plans: list[Plan]) -> list[Plan]:
+        """Return plans in which a parameter is late if its kernels look at its gradient; refuse gradients that no step can use.
 
-        No parameter steps if one cannot: if there are others too, the host looks at all of them.
+        No parameter steps if one cannot: if not all of them are late, the host looks at all gradients.
         """
-        found = {p: g for plan in plans for p, g in plan.gradients.items()}
-        for p, g in found.items():
+        for p, g in ((p, g) for plan in plans for p, g in plan.gradients.items()):
             try:
-                check_gradient(p, g, self.state[p].get("accumulator"))
+                check_gradient(p, g)
             except (TypeError, ValueError) as error:
                 raise type(error)(f"{self._name(p)} {error}") from None
-        late = {
-            p
-            for plan in plans
-            for p, g in plan.gradients.items()
-            if can_be_deferred(p, self._theta(p), g, plan.settings)
-        }
-        if len(late) == len(found):
-            return late
-        others = [p for p in found if p not in late]
+        plans = [part for plan in plans for part in self._split(plan)]
+        others = [p for plan in plans if not plan.late for p in plan.gradients]
+        if not others:
+            return plans
         if is_capturing():
             raise RuntimeError(f"{self._name(others[0])} has no kernels that a CUDA graph could capture a step of")
-        bad = first_anywhere(first_not_finite([*found.values()]), [*found])
+        params = [p for plan in plans for p in plan.gradients]
+        bad = first_anywhere(first_not_finite([g for plan in plans for g in plan.gradients.values()]), params)
         if bad >= 0:
-            stepped = "it was not" if self.step_in_backward else "no parameter was"
-            name = self._name([*found][bad])
+            stepped, name = "it was not" if self.step_in_backward else "no parameter was", self._name(params[bad])
             raise FloatingPointError(
                 f"the gradient of {name} holds an infinity or a NaN; {stepped} changed by this step"
             )
         if self._counts.holds_any(others):
             self._settle()
-        return late
+        return plans
+
+    def _split(self, plan: Plan) -> list[Plan]:
+        """Return the parts of a plan: parameters that are late, and those that are not."""
+        late = find_deferred(plan.gradients, self._theta, plan.settings)
+        if not late:
+            return [plan]
+        others = {p: g for p, g in plan.gradients.items() if p not in late}
+        parts = [plan._replace(gradients=late, late=True), plan._replace(gradients=others)]
+        return [part for part in parts if part.gradients]
