@@ -1,0 +1,3 @@
+"""x"""
+from . import launch as this_module
+from .interpreter import interpreted

@@ -1,0 +1,122 @@
+"""Rounding of formats in which every element stands alone: fixed point, floating point, and none at all.
+
+A grid is a tuple (shift, min_gap, max_gap, top, low, high, fit, fit_three, fit_noise): the fields of `KernelGrid`, and SLACK over top,
+top - 1/2 and top - 3/2, which bound how many gaps a law needs. `native/draw.h` has the same functions.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ..quantization.formats import GridKind
+from .laws import (
+    NORMAL_BOUND,
+    V0,
+    bounded,
+    ceil_log2,
+    binade,
+    feasible,
+    from_gaps,
+    gap_of,
+    in_gaps,
+    nearest_integer,
+    nearest_to,
+    point_of,
+    reaches,
+    settle_quiet,
+    settle_stochastic,
+    settle_wide,
+    variance_in_gaps,
+    with_noise,
+)
+
+NONE = tl.constexpr(int(GridKind.NONE))
+FIXED = tl.constexpr(int(GridKind.FIXED))
+BLOCK = tl.constexpr(int(GridKind.BLOCK))
+FLOAT = tl.constexpr(int(GridKind.FLOAT))
+NEAREST, STOCHASTIC, CORRECTED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+
+
+@triton.jit
+def onto(value, grid, total):
+    """Return a value within the range of a grid; -0 becomes 0. It is NaN where ``total``, the number that was rounded, is."""
+    _, _, _, _, low, high, _, _, _ = grid
+    return tl.where(total == total, bounded(value, low, high) + 0.0, total)
+
+
+@triton.jit
+def float_gap(x, grid):
+    """Return log2 of the gap of a floating format at x."""
+    shift, min_gap, max_gap, _, _, _, _, _, _ = grid
+    return tl.minimum(tl.maximum(binade(tl.abs(x)) - shift, min_gap), max_gap)
+
+
+@triton.jit
+def round_element(start, move, v, h, xi, grid, KIND: tl.constexpr, ROUNDING: tl.constexpr, MOVED: tl.constexpr,
+                  TINY: tl.constexpr):  # fmt: skip
+    """Return Q(start + move) of single elements: Q^d, Q^s for random numbers h, Q^vc(., v) for h and ξ."""
+    total = start
+    if MOVED:
+        total = start + move
+    if KIND == NONE:
+        if ROUNDING == CORRECTED:
+            noise = tl.sqrt_rn(v) * xi
+            return start + ((move + noise) if MOVED else noise)
+        else:
+            return total
+    elif KIND == FIXED:
+        return round_fixed(start, move, total, v, h, xi, grid, ROUNDING, MOVED, TINY)
+    elif ROUNDING == CORRECTED:
+        return correct_float(start, move, total, v, h, xi, grid, MOVED, TINY)
+    else:
+        gap = gap_of(float_gap(total, grid), TINY)
+        code = nearest_or_stochastic(start, move, total, h, gap, ROUNDING, MOVED, TINY)
+        return onto(from_gaps(code, gap, TINY), grid, total)
+
+
+@triton.jit
+def nearest_or_stochastic(start, move, total, h, gap, ROUNDING: tl.constexpr, MOVED: tl.constexpr, TINY: tl.constexpr):
+    """Return Q^d or Q^s on the multiples of a gap, in gaps."""
+    if ROUNDING == NEAREST:
+        return nearest_integer(in_gaps(total, gap, TINY))
+    else:
+        n, r = nearest_to(point_of(start, move, gap, TINY, MOVED))
+        return settle_stochastic(n, r, h)
+
+
+@triton.jit
+def round_fixed(start, move, total, v, h, xi, grid, ROUNDING: tl.constexpr, MOVED: tl.constexpr, TINY: tl.constexpr):
+    _, e, _, _, _, _, _, _, _ = grid
+    gap = gap_of(e, TINY)
+    if ROUNDING == CORRECTED:
+        s = variance_in_gaps(v, gap, TINY)
+        point, left = with_noise(point_of(start, move, gap, TINY, MOVED), s, s > V0, xi)
+        n, r = nearest_to(point)
+        code = settle_quiet(n, r, left, h)
+    else:
+        code = nearest_or_stochastic(start, move, total, h, gap, ROUNDING, MOVED, TINY)
+    return onto(from_gaps(code, gap, TINY), grid, total)
+
+
+@triton.jit
+def correct_float(start, move, total, v, h, xi, grid, MOVED: tl.constexpr, TINY: tl.constexpr):
+    """Return Q^vc on the least gap on which it stays below ``top``: `Float.law`."""
+    _, _, max_gap, top, _, _, _, _, fit = grid
+    sigma = tl.sqrt_rn(v)
+    room = tl.minimum(sigma, (tl.abs(total) + sigma * NORMAL_BOUND) * fit)
+    e = tl.minimum(tl.maximum(float_gap(total, grid), ceil_log2(room)), max_gap)
+    gap = gap_of(e, TINY)
+    s = variance_in_gaps(v, gap, TINY)
+    point = point_of(start, move, gap, TINY, MOVED)
+    gaussian = (s > V0) & (reaches(point[0] + point[1], s) <= top)
+    n, r = nearest_to(point)
+    # Without room for Gaussian noise three outcomes must do; where even they are too narrow, twice the gap is enough.
+    twice = (gaussian == 0) & (feasible(n, r, s, top) == 0) & (e < max_gap)
+    wider = gap_of(tl.where(twice, e + 1, e), TINY)
+    n, r = nearest_to(point_of(start, move, wider, TINY, MOVED))
+    three = from_gaps(settle_wide(n, r, variance_in_gaps(v, wider, TINY), h, top), wider, TINY)
+    noisy, left = with_noise(point, s, gaussian, xi)
+    n, r = nearest_to(noisy)
+    with_gaussian = from_gaps(settle_quiet(n, r, left, h), gap, TINY)
+    return onto(tl.where(gaussian, with_gaussian, three), grid, total)

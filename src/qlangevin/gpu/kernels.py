@@ -1,0 +1,216 @@
+"""Kernels that work on one tensor: rounding, with and without codes, and codes alone. Launched by `gpu.launch`.
+
+Numbers of a grid, the key and the step come as arguments. A step can also be a pointer to an int64 (ON_DEVICE), so that a CUDA graph
+reads it anew each time it is replayed.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ..quantization import random
+from .codes import float_code, float_value, integer_code
+from .elements import CORRECTED, FIXED, NEAREST, NONE, round_element
+from .generator import bits_of, centered, normal
+from .laws import V0, from_gaps, gap_of, variance_in_gaps
+from .means import NO_DRIFT, load_drift
+from .round_rows import round_rows
+from .rows import INFINITY, chunk_count, in_order, own_gap, places_of
+
+NOISE = tl.constexpr(random.NOISE)
+WORDS = ["key0", "key1", "step0", "step1"]  # change with every call: kernels are not compiled anew for special values of them
+
+
+@triton.jit
+def source_of(key0, key1, step0, step1, step, ON_DEVICE: tl.constexpr):
+    """Return key and step as four words."""
+    low, high = step0.to(tl.uint32), step1.to(tl.uint32)
+    if ON_DEVICE:
+        number = tl.load(step)
+        low, high = number.to(tl.uint32), (number >> 32).to(tl.uint32)
+    return key0.to(tl.uint32), key1.to(tl.uint32), low, high
+
+
+@triton.jit(do_not_specialize=[*WORDS, "numel"])
+def quantize_elements(
+    x, other, variances, out, codes, positive, spoiled, step, numel, key0, key1, step0, step1, v, shift, min_gap, max_gap, top,
+    low, high, fit, fit_three, fit_noise, KIND: tl.constexpr, ROUNDING: tl.constexpr, PURPOSE: tl.constexpr, DRIFT: tl.constexpr,
+    EACH: tl.constexpr, TINY: tl.constexpr, HAS_CODES: tl.constexpr, MASKED: tl.constexpr, ON_DEVICE: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """Round the elements of a tensor, each on its own: C counters, that is 4 C elements, in a program."""
+    source = source_of(key0, key1, step0, step1, step, ON_DEVICE)
+    grid = (shift, min_gap, max_gap, top, low, high, fit, fit_three, fit_noise)
+    c = tl.arange(0, C)
+    first = tl.program_id(0).to(tl.int64) * (4 * C)
+    tile, lane = tl.program_id(0) * (C // 16) + c // 16, c % 16
+    nothing = tl.zeros([C], tl.float32)
+    h, xi = (nothing, nothing, nothing, nothing), (nothing, nothing, nothing, nothing)
+    if ROUNDING != NEAREST and KIND != NONE:
+        h = centered(source, PURPOSE, tile, lane)
+    if ROUNDING == CORRECTED:
+        noisy = True
+        if KIND == FIXED and not EACH:
+            noisy = variance_in_gaps(v, gap_of(min_gap, TINY), TINY) > V0
+        if noisy:
+            xi = normal(source, NOISE, tile, lane)
+    spoils = tl.zeros([C], tl.int32)
+    for k in tl.static_range(4):
+        place = c // 16 * 64 + 16 * k + lane
+        at, inside = first + place, place < numel - first
+        start = tl.load(x + at, mask=inside, other=0).to(tl.float32)
+        move = load_drift((x, other, 0.0, 0.0, 0.0), at, inside, start, DRIFT)
+        each = tl.load(variances + at, mask=inside, other=0.0) if EACH else v
+        value = round_element(start, move, each, h[k], xi[k], grid, KIND, ROUNDING, DRIFT != NO_DRIFT, TINY)
+        if HAS_CODES:
+            code = encode_element(value, grid, KIND, TINY, codes.dtype.element_ty.primitive_bitwidth)
+            tl.store(codes + at, code.to(codes.dtype.element_ty), mask=inside)
+            spoils = spoils | ((value != value) & inside).to(tl.int32)
+        if MASKED:
+            value = tl.where(tl.load(positive + at, mask=inside, other=0) > 0, value, 0.0)
+        tl.store(out + at, value.to(out.dtype.element_ty), mask=inside)
+    if HAS_CODES:
+        if tl.max(spoils) > 0:
+            tl.store(spoiled, 1)
+
+
+@triton.jit
+def encode_element(value, grid, KIND: tl.constexpr, TINY: tl.constexpr, BITS: tl.constexpr):
+    """Return the code of a number on the grid of fixed or floating point."""
+    if KIND == FIXED:
+        return integer_code(value, gap_of(grid[1], TINY), TINY)
+    else:
+        return float_code(value, grid, BITS)
+
+
+@triton.jit
+def rows_of(blocks, line, size, R: tl.constexpr):
+    """Return the numbers of the blocks of this program, and (start, length); lines are cut into blocks, the last shorter."""
+    number = tl.program_id(0) * R + tl.arange(0, R)[:, None]
+    pieces = (line + size - 1) // size
+    begin = number % pieces * size
+    start = (number // pieces).to(tl.int64) * line + begin
+    return number, (start, tl.where(number < blocks, tl.minimum(size, line - begin), 0))
+
+
+@triton.jit(do_not_specialize=[*WORDS, "blocks", "line", "size"])
+def quantize_blocks(
+    x, other, variances, out, codes, exponents, positive, spoiled, step, blocks, line, size, key0, key1, step0, step1, v, shift,
+    min_gap, max_gap, top, low, high, fit, fit_three, fit_noise, ROUNDING: tl.constexpr, PURPOSE: tl.constexpr,
+    DRIFT: tl.constexpr, EACH: tl.constexpr, TINY: tl.constexpr, HAS_CODES: tl.constexpr, MASKED: tl.constexpr,
+    ON_DEVICE: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """Round blocks of a tensor, R in a program."""
+    source = source_of(key0, key1, step0, step1, step, ON_DEVICE)
+    grid = (shift, min_gap, max_gap, top, low, high, fit, fit_three, fit_noise)
+    numbers, rows = rows_of(blocks, line, size, R)
+    target = (out, codes, exponents, positive, spoiled)
+    round_rows(
+        (x, other, 0.0, 0.0, 0.0), v, variances, rows, numbers, gap_of(numbers * 0, False), source, grid, target, C, False, DRIFT,
+        EACH, TINY, ROUNDING, PURPOSE, True, HAS_CODES, MASKED,
+    )  # fmt: skip
+
+
+# ---- codes
+
+
+@triton.jit(do_not_specialize=["numel"])
+def encode_elements(
+    x, out, codes, spoiled, numel, shift, min_gap, max_gap, top, low, high, fit, fit_three, fit_noise, KIND: tl.constexpr,
+    TINY: tl.constexpr, RELU: tl.constexpr, E: tl.constexpr,
+):  # fmt: skip
+    """Write codes of numbers on the grid; with RELU those of relu(x), which is written too."""
+    grid = (shift, min_gap, max_gap, top, low, high, fit, fit_three, fit_noise)
+    at = tl.program_id(0).to(tl.int64) * E + tl.arange(0, E)
+    inside = at < numel
+    value = tl.load(x + at, mask=inside, other=0).to(tl.float32)
+    if RELU:
+        value = tl.where(value < 0.0, 0.0, value)  # a NaN stays one
+        tl.store(out + at, value.to(out.dtype.element_ty), mask=inside)
+        if tl.max((inside & (value != value)).to(tl.int32)) > 0:
+            tl.store(spoiled, 1)
+    code = encode_element(value, grid, KIND, TINY, codes.dtype.element_ty.primitive_bitwidth)
+    tl.store(codes + at, code.to(codes.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["blocks", "line", "size"])
+def encode_blocks(
+    x, out, codes, exponents, spoiled, blocks, line, size, shift, min_gap, max_gap, top, low, high, fit, fit_three, fit_noise,
+    TINY: tl.constexpr, RELU: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """The same for blocks, R in a program."""
+    grid = (shift, min_gap, max_gap, top, low, high, fit, fit_three, fit_noise)
+    numbers, rows = rows_of(blocks, line, size, R)
+    start, length = rows
+    chunks = chunk_count(rows, C)
+    most = tl.zeros([R, C], tl.int32)
+    for chunk in range(0, chunks):
+        for k in tl.static_range(4):
+            place, inside = places_of(rows, chunk, k, C)
+            value = load_positive(x, start + place, inside, RELU)
+            most = tl.maximum(most, bits_of(tl.abs(value)).to(tl.int32, bitcast=True))
+    largest = tl.max(most, 1)[:, None]
+    spoils = (largest > INFINITY) & (length > 0)
+    if RELU:
+        if tl.max(spoils.to(tl.int32)) > 0:
+            tl.store(spoiled, 1)
+    own = own_gap(tl.minimum(largest, INFINITY).to(tl.float32, bitcast=True), grid)
+    gap = gap_of(own, TINY)
+    tl.store(exponents + numbers, (own + shift).to(tl.int8), mask=length > 0)
+    for chunk in range(0, chunks):
+        for k in tl.static_range(4):
+            place, inside = places_of(rows, chunk, k, C)
+            value = load_positive(x, start + place, inside, RELU)
+            tl.store(codes + start + place, integer_code(value, gap, TINY).to(codes.dtype.element_ty), mask=inside)
+            if RELU:
+                tl.store(out + start + place, value.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def load_positive(x, at, inside, RELU: tl.constexpr):
+    """Return x, or relu(x)."""
+    value = tl.load(x + at, mask=inside, other=0).to(tl.float32)
+    if RELU:
+        value = tl.where(value < 0.0, 0.0, value)
+    return value
+
+
+@triton.jit
+def write_decoded(out, at, inside, value, spoiled, FLAGGED: tl.constexpr):
+    if FLAGGED:
+        value = tl.where(tl.load(spoiled) != 0, float("nan"), value)
+    tl.store(out + at, value.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["numel"])
+def decode_elements(
+    codes, out, spoiled, numel, shift, min_gap, max_gap, top, low, high, fit, fit_three, fit_noise, KIND: tl.constexpr,
+    TINY: tl.constexpr, FLAGGED: tl.constexpr, E: tl.constexpr,
+):  # fmt: skip
+    """Write the numbers that codes of fixed or floating point stand for; NaN throughout if the tensor was spoiled."""
+    grid = (shift, min_gap, max_gap, top, low, high, fit, fit_three, fit_noise)
+    at = tl.program_id(0).to(tl.int64) * E + tl.arange(0, E)
+    inside = at < numel
+    code = tl.load(codes + at, mask=inside, other=0)
+    if KIND == FIXED:
+        value = from_gaps(code.to(tl.float32), gap_of(min_gap, TINY), TINY)
+    else:
+        value = float_value(code, grid, codes.dtype.element_ty.primitive_bitwidth)
+    write_decoded(out, at, inside, value, spoiled, FLAGGED)
+
+
+@triton.jit(do_not_specialize=["blocks", "line", "size"])
+def decode_blocks(
+    codes, exponents, out, spoiled, blocks, line, size, shift, FLAGGED: tl.constexpr, R: tl.constexpr, C: tl.constexpr
+):
+    """The same for blocks, R in a program."""
+    numbers, rows = rows_of(blocks, line, size, R)
+    start, length = rows
+    # An exponent that no block has, in a damaged file say, may be below those of float32.
+    e = tl.load(exponents + numbers, mask=length > 0, other=0).to(tl.int32) - shift
+    gap = gap_of(tl.maximum(e, -149), True)
+    for chunk in range(0, (tl.max(length) + (4 * C - 1)) // (4 * C)):
+        place, inside = in_order(rows, chunk, 4 * C)
+        code = tl.load(codes + start + place, mask=inside, other=0)
+        value = tl.where(e < -149, 0.0, from_gaps(code.to(tl.float32), gap, True))
+        write_decoded(out, start + place, inside, value, spoiled, FLAGGED)

@@ -1,0 +1,218 @@
+"""Launches of the kernels on one tensor, as `quantization.backend.Kernels` names them."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from ..quantization.formats import FP32, Format, GridKind, KernelGrid
+from ..quantization.laws import SLACK
+from ..quantization.random import Key
+from . import kernels
+from .means import MOVE, NO_DRIFT
+
+ROUNDINGS = {"nearest": 0, "stochastic": 1, "corrected": 2}
+COUNTERS = 256  # of a program that rounds elements one by one: eight elements a thread
+ELEMENTS = 1024  # of a program that encodes or decodes
+OPTIONS = {"enable_fp_fusion": False}  # a product and a sum in one instruction round once: other bits
+
+launches = 0  # since the process began, for those who count
+
+
+class BlockShape(NamedTuple):
+    """Blocks and counters that a program takes at once, and its warps."""
+
+    rows: int
+    counters: int
+    warps: int
+
+
+def block_shape(length: int) -> BlockShape:
+    """Return the shape of a program for blocks of this length."""
+    if length <= 2048:
+        return BlockShape(4, 64, 4)
+    return BlockShape(1, 256, 4) if length <= 16384 else BlockShape(1, 1024, 16)
+
+
+@lru_cache(maxsize=4096)
+def grid_of(format: Format, shape: torch.Size) -> KernelGrid:
+    """Return the grid of a format for tensors of one shape."""
+    return format.kernel_grid(shape)
+
+
+def grid_numbers(grid: KernelGrid) -> tuple[Any, ...]:
+    """Return a grid as the kernels take it."""
+    fits = [SLACK / (grid.top - less) if grid.top > less else 0.0 for less in (0.0, 0.5, 1.5)]
+    return (grid.shift, grid.min_gap, grid.max_gap, grid.top, grid.low, grid.high, *fits)
+
+
+def is_tiny(grid: KernelGrid) -> bool:
+    """Return True if some gaps, or their inverses, are no normal numbers."""
+    return grid.min_gap < -100 or grid.max_gap > 100
+
+
+def run(kernel: Any, programs: int, device: torch.device, *args: Any, warps: int = 4, **constants: Any) -> None:
+    """Launch a kernel on a device, on its current stream."""
+    global launches
+    if programs == 0:
+        return
+    launches += 1
+    with _on(device):
+        kernel[(programs,)](*args, **constants, num_warps=warps, **OPTIONS)
+
+
+def _on(device: torch.device) -> AbstractContextManager[Any]:
+    return nullcontext() if device.type == "cpu" else torch.get_device_module(device).device(device)
+
+
+def signed_words(x: int) -> tuple[int, int]:
+    """Return the two halves of a 64-bit number as signed 32-bit integers, low first."""
+    low, high = x & 0xFFFFFFFF, x >> 32
+    return low - (low >> 31 << 32), high - (high >> 31 << 32)
+
+
+@lru_cache(maxsize=65536)
+def _key_words(seed: int, stream: int) -> tuple[int, int]:
+    low, high = Key(seed, stream).bits
+    return signed_words(low | high << 32)
+
+
+def key_words(key: Key) -> tuple[int, int]:
+    """Return the generator's key, two words."""
+    return _key_words(key.seed, key.stream)
+
+
+# ---- rounding
+
+
+def quantize(
+    x: Tensor, format: Format, rounding_: str, key: Key, purpose: int, variance: Tensor | None = None,
+    out: Tensor | None = None, positive: Tensor | None = None, move: Tensor | None = None, *, step: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Return Q(x) of a contiguous tensor, or Q(x + move), written to ``out`` if given, which may be x itself.
+
+    Where ``positive``, int8 codes, is zero or less, the result is zero. ``step`` takes the place of the key's.
+    """
+    out = torch.empty_like(x) if out is None else out
+    _round(x, out, format, rounding_, key, purpose, variance, move, positive=positive, step=step)
+    return out
+
+
+def quantize_with_codes(
+    x: Tensor, format: Format, rounding_: str, key: Key, purpose: int, codes: tuple[Tensor, Tensor], *,
+    spoiled: Tensor | None = None, step: Tensor | None = None,
+) -> bool:  # fmt: skip
+    """Round x in place and write codes and exponents of the result; note in ``spoiled`` if it holds a NaN, which has no code."""
+    spoiled = x.new_zeros(1, dtype=torch.int32) if spoiled is None else spoiled
+    _round(x, x, format, rounding_, key, purpose, None, None, codes=codes, spoiled=spoiled, step=step)
+    return True
+
+
+def _round(
+    x: Tensor, out: Tensor, format: Format, rounding: str, key: Key, purpose: int, variance: Tensor | None, move: Tensor | None,
+    *, positive: Tensor | None = None, codes: tuple[Tensor, Tensor] | None = None, spoiled: Tensor | None = None,
+    step: Tensor | None = None,
+) -> None:  # fmt: skip
+    grid, each = grid_of(format, x.shape), variance is not None and variance.dim() > 0
+    coded, exponents = codes if codes is not None else (x, x)
+    pointers = [t if t is not None else x for t in (move, variance if each else None, out, coded)]
+    rest = [t if t is not None else x for t in (positive, spoiled, step)]
+    v = 0.0 if variance is None or each else float(variance)
+    words = (*key_words(key), *signed_words(key.step), v, *grid_numbers(grid))
+    constants = {
+        "ROUNDING": ROUNDINGS[rounding], "PURPOSE": purpose, "DRIFT": (NO_DRIFT if move is None else MOVE).value, "EACH": each,
+        "TINY": is_tiny(grid), "HAS_CODES": codes is not None, "MASKED": positive is not None, "ON_DEVICE": step is not None,
+    }  # fmt: skip
+    if grid.kind != GridKind.BLOCK:
+        programs = triton.cdiv(x.numel(), 4 * COUNTERS)
+        run(
+            kernels.quantize_elements, programs, x.device, x, *pointers, *rest, x.numel(), *words, KIND=int(grid.kind), C=COUNTERS,
+            **constants,
+        )  # fmt: skip
+        return
+    shape, blocks = block_shape(grid.size), format.block_count(x.shape)
+    run(
+        kernels.quantize_blocks, triton.cdiv(blocks, shape.rows), x.device, x, *pointers, exponents, *rest, blocks, grid.line,
+        grid.size, *words, R=shape.rows, C=shape.counters, warps=shape.warps, **constants,
+    )  # fmt: skip
+
+
+# ---- codes
+
+
+def encode(values: Tensor, codes: Tensor, exponents: Tensor, format: Format) -> None:
+    """Write codes and exponents of values on the grid. All contiguous, one code an element."""
+    if format == FP32:
+        codes.view(torch.float32).copy_(values)
+    else:
+        _encode(values, values, codes, exponents, format, None)
+
+
+def relu_with_codes(
+    x: Tensor, out: Tensor, codes: Tensor, exponents: Tensor, format: Format, *, spoiled: Tensor | None = None
+) -> bool:
+    """Write relu(x) to ``out``, which may be x, and its codes, for x on the grid; note in ``spoiled`` if it holds a NaN."""
+    _encode(x, out, codes, exponents, format, x.new_zeros(1, dtype=torch.int32) if spoiled is None else spoiled)
+    return True
+
+
+def _encode(
+    x: Tensor, out: Tensor, codes: Tensor, exponents: Tensor, format: Format, spoiled: Tensor | None
+) -> None:
+    grid, relu = grid_of(format, x.shape), spoiled is not None
+    flag = x if spoiled is None else spoiled
+    numbers, constants = grid_numbers(grid), {"TINY": is_tiny(grid), "RELU": relu}
+    if grid.kind != GridKind.BLOCK:
+        run(
+            kernels.encode_elements, triton.cdiv(x.numel(), ELEMENTS), x.device, x, out, codes, flag, x.numel(), *numbers,
+            KIND=int(grid.kind), E=ELEMENTS, **constants,
+        )  # fmt: skip
+        return
+    shape, blocks = block_shape(grid.size), format.block_count(x.shape)
+    run(
+        kernels.encode_blocks, triton.cdiv(blocks, shape.rows), x.device, x, out, codes, exponents, flag, blocks, grid.line,
+        grid.size, *numbers, R=shape.rows, C=shape.counters, warps=shape.warps, **constants,
+    )  # fmt: skip
+
+
+def decode(
+    values: Tensor, codes: Tensor, exponents: Tensor | None, format: Format, *, spoiled: Tensor | None = None
+) -> None:
+    """Write the values that codes and exponents stand for; NaN throughout if the tensor was spoiled."""
+    if format == FP32:
+        values.copy_(codes.view(torch.float32))
+        return
+    grid, flag, constants = grid_of(format, codes.shape), codes if spoiled is None else spoiled, {"FLAGGED": spoiled is not None}
+    if grid.kind != GridKind.BLOCK:
+        run(
+            kernels.decode_elements, triton.cdiv(codes.numel(), ELEMENTS), codes.device, codes, values, flag, codes.numel(),
+            *grid_numbers(grid), KIND=int(grid.kind), TINY=is_tiny(grid), E=ELEMENTS, **constants,
+        )  # fmt: skip
+        return
+    shape, blocks = block_shape(grid.size), format.block_count(codes.shape)
+    run(
+        kernels.decode_blocks, triton.cdiv(blocks, shape.rows), codes.device, codes, exponents, values, flag, blocks, grid.line,
+        grid.size, grid.shift, R=shape.rows, C=shape.counters, warps=shape.warps, **constants,
+    )  # fmt: skip
+
+
+def encode_exactly(values: Tensor, codes: Tensor, exponents: Tensor, format: Format) -> bool:
+    """Write codes and exponents of any values; return True if they decode to the same bits. Waits for the device."""
+    encode(values, codes, exponents, format)
+    back = torch.empty_like(values)
+    decode(back, codes, exponents, format)
+    in_range = values.isfinite() & (values >= format.low) & (values <= format.high)
+    return bool((in_range & (back.view(torch.int32) == values.view(torch.int32))).all())
+
+
+def first_not_finite(tensors: list[Tensor]) -> int:
+    """Return the index of the first tensor that holds an infinity or a NaN, or -1. Waits for the device, once."""
+    if not tensors:
+        return -1
+    found = torch.stack([~t.isfinite().all() for t in tensors]).to("cpu").nonzero()
+    return int(found[0]) if len(found) else -1

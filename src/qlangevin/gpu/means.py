@@ -1,0 +1,45 @@
+"""Means that are rounded: where a number is, and its drift, read from memory. `Mean` of `quantization.laws`.
+
+A mean is a tuple (x, other, rate, sign, decay) of two pointers and three numbers. ``x`` points to numbers or to codes. With
+DRIFT = MOVE ``other`` points to the drift itself; with GRADIENT to the gradient g of a step, whose drift is rate (sign g + decay θ).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .laws import from_gaps
+
+NO_DRIFT, MOVE, GRADIENT = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+
+
+@triton.jit
+def load_start(x, at, inside, gap, CODES: tl.constexpr, TINY: tl.constexpr):
+    """Return numbers, or those that codes in units of a gap stand for, as float32."""
+    start = tl.load(x + at, mask=inside, other=0).to(tl.float32)
+    if CODES:
+        start = from_gaps(start, gap, TINY)
+    return start
+
+
+@triton.jit
+def load_drift(mean, at, inside, start, DRIFT: tl.constexpr):
+    """Return the drift of elements; it is not used if there is none."""
+    _, other, rate, sign, decay = mean
+    if DRIFT == NO_DRIFT:
+        return start
+    else:
+        move = tl.load(other + at, mask=inside, other=0).to(tl.float32)
+        if DRIFT == GRADIENT:
+            move = rate * (sign * move + decay * start)
+        return move
+
+
+@triton.jit
+def total_of(start, move, DRIFT: tl.constexpr):
+    """Return the mean, rounded: near enough to choose a gap."""
+    if DRIFT == NO_DRIFT:
+        return start
+    else:
+        return start + move
