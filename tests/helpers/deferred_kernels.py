@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from qlangevin.native import TensorStep
 from qlangevin.quantization import backend, rounding
 from qlangevin.quantization.backend import Kernels
+from qlangevin.quantization.codes import _encode_exactly
 from qlangevin.quantization.formats import Format
 from qlangevin.quantization.qtensor import QTensor
 from qlangevin.quantization.random import Key
@@ -102,6 +103,14 @@ class DeferredKernels:
     @kernel
     def decode(self, values: Tensor, codes: Tensor, exponents: Tensor | None, format: Format) -> None:
         values.copy_(format.decode(codes, exponents))
+
+    @kernel
+    def encode_exactly(self, values: Tensor, codes: Tensor, exponents: Tensor, format: Format) -> bool:
+        found = _encode_exactly(values, format)
+        if found is not None:
+            codes.copy_(found[0])
+            exponents.copy_(found[1])
+        return found is not None
 
     @kernel
     def first_not_finite(self, tensors: list[Tensor]) -> int:

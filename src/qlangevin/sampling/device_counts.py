@@ -8,7 +8,8 @@ it has taken, and in ``flags``, the least slot whose gradient is not finite, in 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -127,7 +128,8 @@ class SamplerCounts:
         for counted in self._devices.values():
             counted.undo()
 
-    def read(self) -> dict[Tensor, int]:
-        """Wait for all steps, and return the number that each parameter has taken."""
+    def tell(self, states: Mapping[Tensor, dict[str, Any]]) -> None:
+        """Wait for all steps, and write the number that each parameter has taken into its state on the host."""
         numbers = {device: counted.counts.tolist() for device, counted in self._devices.items()}
-        return {p: numbers[device][self._slots[p]] for p, device in self._homes.items()}
+        for p, device in self._homes.items():
+            states[p]["step"] = numbers[device][self._slots[p]]

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, NamedTuple, cast
 
-import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
@@ -213,7 +212,7 @@ class Stepper(Optimizer):
         if p is None:
             return
         self._counts.undo()
-        self._read_counts()
+        self._counts.tell(self.state)
         stepped = "it was not changed by that step, nor any parameter"
         if not self.step_in_backward:
             stepped = "no parameter was changed by that step, nor"
@@ -221,14 +220,10 @@ class Stepper(Optimizer):
             f"the gradient of {self._name(p)} held an infinity or a NaN; {stepped} by those after it, which do not count"
         )
 
-    def _read_counts(self) -> None:
-        for p, step in self._counts.read().items():
-            self.state[p]["step"] = step
-
     def _wait_for_counts(self) -> None:
         """Wait for all steps; raise the error of the first that failed, else have the host know their numbers."""
         self._raise_failed(self._counts.failed(wait=True))
-        self._read_counts()
+        self._counts.tell(self.state)
 
     def _settle(self) -> None:
         """Wait for all steps, and count them on the host again."""
