@@ -54,3 +54,18 @@ def test_what_is_stored_waits_for_the_steps(tmp_path: Path) -> None:
             save_checkpoint(tmp_path / "checkpoint", model, sampler)
         assert not (tmp_path / "checkpoint").exists()
         save_checkpoint(tmp_path / "checkpoint", model, sampler)
+
+
+def test_loading_forgets_a_step_that_failed(tmp_path: Path) -> None:
+    reference, (model, sampler) = chain(packed=False), chain(packed=False)
+    run(reference, range(4))
+    with deferred_kernels():
+        run((model, sampler), range(2))
+        save_checkpoint(tmp_path, model, sampler)
+        gradients(model, 2)
+        model[0].weight.grad[0] = torch.nan
+        sampler.step()
+        load_checkpoint(tmp_path, model, sampler)
+        run((model, sampler), range(2, 4))
+        sampler.check()
+    assert same(bits(reference), bits((model, sampler)))
