@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from qlangevin.native import TensorStep
 from qlangevin.quantization import backend, rounding
-from qlangevin.quantization.backend import Kernels
+from qlangevin.quantization.backend import Kernels, TensorStep
 from qlangevin.quantization.codes import _encode_exactly
 from qlangevin.quantization.formats import Format
 from qlangevin.quantization.qtensor import QTensor
@@ -46,7 +45,7 @@ class DeferredKernels:
 
     @kernel
     def begin_step(self, gradients: list[Tensor], slots: list[int], counts: Tensor, flags: Tensor) -> None:
-        assert all(g.dtype == torch.float32 and g.is_contiguous() for g in gradients)
+        assert all(g.dtype in self.floats and g.is_contiguous() for g in gradients)
         if flags[1] == NONE:
             counts[slots] += 1
         bad = [slot for g, slot in zip(gradients, slots, strict=True) if not g.isfinite().all()]
@@ -63,7 +62,7 @@ class DeferredKernels:
             return
         kind = type("Settings", (StepSettings,), {"variance": variance})
         for i, t in enumerate(tensors):
-            assert t.gradient.dtype == torch.float32
+            assert t.gradient.dtype in self.floats
             own = t.theta.format if isinstance(t.theta, QTensor) else weights
             names = [None if f is None else str(f) for f in (own, gradients, accumulator)]
             settings = kind(lr, 1, 0.0, weight_decay, *names, rounding=rounding, maximize=maximize)

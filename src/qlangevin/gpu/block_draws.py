@@ -32,7 +32,7 @@ from .rows import may_leave
 def draw_simply(start, move, s, amplitude, h, xi, gap, top, ROUNDING: tl.constexpr, MOVED: tl.constexpr, TINY: tl.constexpr):
     """Return codes on one gap if no element needs a choice of its own: s <= 1/4 is the variance, after noise of this amplitude."""
     if ROUNDING == NEAREST:
-        return bounded(nearest_integer(in_gaps(start, gap, TINY)), -top, top)
+        return bounded(nearest_integer(in_gaps(start + move if MOVED else start, gap, TINY)), -top, top)
     else:
         integer, rest = point_of(start, move, gap, TINY, MOVED)
         if ROUNDING == CORRECTED:

@@ -18,7 +18,7 @@ import triton.language as tl
 
 from ..quantization import random
 from .elements import CORRECTED
-from .generator import ACTIVATION, ERROR, REST, bits_of, narrow, normal_pair, wide, words
+from .generator import NOISE, bits_of, centered_at, normal_at
 from .laws import (
     V0,
     away,
@@ -39,7 +39,6 @@ from .laws import (
 from .means import NO_DRIFT, total_of
 from .rows import in_order, is_gaussian, load_in_order, may_leave
 
-NOISE = tl.constexpr(random.NOISE)
 COIN = tl.constexpr(random.COIN)
 UNIT = tl.constexpr(2.0**-36)  # of probabilities that are added up
 
@@ -131,34 +130,6 @@ def beyond(n, r, top):
 
 
 # ---- one coordinate
-
-
-@triton.jit
-def pick_word(w, index):
-    """Return the word of each element, by its index in the tensor."""
-    k = (index >> 4) & 3
-    return tl.where(k == 0, w[0], tl.where(k == 1, w[1], tl.where(k == 2, w[2], w[3])))
-
-
-@triton.jit
-def centered_at(source, index, PURPOSE: tl.constexpr):
-    """Return `random.centered` of elements given by their index."""
-    tile, lane = (index >> 6).to(tl.int32), (index & 15).to(tl.int32)
-    if PURPOSE == ACTIVATION or PURPOSE == ERROR:
-        first = pick_word(words(source, PURPOSE, (tile >> 1) * 16 + lane), index)
-        rest = pick_word(words(source, PURPOSE + REST, tile * 16 + lane), index)
-        return narrow(first, rest, 16 - (tile & 1) * 16)
-    else:
-        return wide(pick_word(words(source, PURPOSE, tile * 16 + lane), index))
-
-
-@triton.jit
-def normal_at(source, index):
-    """Return `random.normal` of elements given by their index."""
-    w = words(source, NOISE, (index >> 6).to(tl.int32) * 16 + (index & 15).to(tl.int32))
-    upper = (index & 32) != 0
-    first, second = normal_pair(tl.where(upper, w[2], w[0]), tl.where(upper, w[3], w[1]))
-    return tl.where((index & 16) != 0, second, first)
 
 
 @triton.jit

@@ -120,3 +120,23 @@ def correct_float(start, move, total, v, h, xi, grid, MOVED: tl.constexpr, TINY:
     n, r = nearest_to(noisy)
     with_gaussian = from_gaps(settle_quiet(n, r, left, h), gap, TINY)
     return onto(tl.where(gaussian, with_gaussian, three), grid, total)
+
+
+@triton.jit
+def round_code(code, move, v, h, xi, grid, ROUNDING: tl.constexpr):
+    """Return the code of Q(start + move) in fixed point, where the start has this code: there is nothing to divide or to clip before.
+
+    For gaps that are normal numbers, and so are their inverses.
+    """
+    _, e, _, _, low, high, _, _, _ = grid
+    gap = gap_of(e, False)
+    rest = in_gaps(move, gap, False)
+    if ROUNDING == CORRECTED:
+        s = variance_in_gaps(v, gap, False)
+        (code, rest), left = with_noise((code, rest), s, s > V0, xi)
+        n, r = nearest_to((code, rest))
+        n = settle_quiet(n, r, left, h)
+    else:
+        n, r = nearest_to((code, rest))
+        n = settle_stochastic(n, r, h)
+    return bounded(n, low * gap[1], high * gap[1]).to(tl.int32)

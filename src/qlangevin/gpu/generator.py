@@ -14,6 +14,7 @@ from ..quantization import random
 
 ACTIVATION = tl.constexpr(random.ACTIVATION)
 ERROR = tl.constexpr(random.ERROR)
+NOISE = tl.constexpr(random.NOISE)
 REST = tl.constexpr(random.ACTIVATION_REST - random.ACTIVATION)  # from a narrow purpose to that of its further bits
 SQRT_HALF = tl.constexpr(0x3F3504F3)  # the bits of sqrt(1/2)
 
@@ -114,3 +115,34 @@ def normal(source, PURPOSE: tl.constexpr, tile, lane):
     x0, x1 = normal_pair(w[0], w[1])
     x2, x3 = normal_pair(w[2], w[3])
     return x0, x1, x2, x3
+
+
+# ---- elements one by one, given by their index in the tensor
+
+
+@triton.jit
+def pick_word(w, index):
+    """Return the word of each element, by its index in the tensor."""
+    k = (index >> 4) & 3
+    return tl.where(k == 0, w[0], tl.where(k == 1, w[1], tl.where(k == 2, w[2], w[3])))
+
+
+@triton.jit
+def centered_at(source, index, PURPOSE: tl.constexpr):
+    """Return `random.centered` of elements given by their index."""
+    tile, lane = (index >> 6).to(tl.int32), (index & 15).to(tl.int32)
+    if PURPOSE == ACTIVATION or PURPOSE == ERROR:
+        first = pick_word(words(source, PURPOSE, (tile >> 1) * 16 + lane), index)
+        rest = pick_word(words(source, PURPOSE + REST, tile * 16 + lane), index)
+        return narrow(first, rest, 16 - (tile & 1) * 16)
+    else:
+        return wide(pick_word(words(source, PURPOSE, tile * 16 + lane), index))
+
+
+@triton.jit
+def normal_at(source, index):
+    """Return `random.normal` of elements given by their index."""
+    w = words(source, NOISE, (index >> 6).to(tl.int32) * 16 + (index & 15).to(tl.int32))
+    upper = (index & 32) != 0
+    first, second = normal_pair(tl.where(upper, w[2], w[0]), tl.where(upper, w[3], w[1]))
+    return tl.where((index & 16) != 0, second, first)

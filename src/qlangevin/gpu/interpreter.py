@@ -14,7 +14,7 @@ import triton
 
 from ..quantization import backend
 
-__all__ = ["interpreted", "is_interpreting"]
+__all__ = ["is_interpreting", "on_cpu"]
 
 
 def is_interpreting() -> bool:
@@ -23,17 +23,15 @@ def is_interpreting() -> bool:
 
 
 @contextmanager
-def interpreted() -> Iterator[None]:
-    """Make the Triton kernels those of the CPU within this context, in all threads."""
-    from . import this_module
-
+def on_cpu(kernels: backend.Kernels) -> Iterator[None]:
+    """Make these the kernels of the CPU within a context, in all threads."""
     if not is_interpreting():
         raise RuntimeError(
             "kernels are compiled in this process; to interpret them on the CPU, set TRITON_INTERPRET=1 before triton is imported"
         )
     _speed_up()
     before = backend.unregister("cpu")
-    backend.register("cpu", this_module)
+    backend.register("cpu", kernels)
     try:
         with np.errstate(all="ignore"):  # infinities and NaN are among what kernels compute with
             yield

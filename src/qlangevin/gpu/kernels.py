@@ -9,16 +9,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..quantization import random
 from .codes import float_code, float_value, integer_code
 from .elements import CORRECTED, FIXED, NEAREST, NONE, round_element
-from .generator import bits_of, centered, normal
+from .generator import NOISE, bits_of, centered, normal
 from .laws import V0, from_gaps, gap_of, variance_in_gaps
 from .means import NO_DRIFT, load_drift
 from .round_rows import round_rows
 from .rows import INFINITY, chunk_count, in_order, own_gap, places_of
 
-NOISE = tl.constexpr(random.NOISE)
 WORDS = ["key0", "key1", "step0", "step1"]  # change with every call: kernels are not compiled anew for special values of them
 
 
@@ -59,7 +57,7 @@ def quantize_elements(
         place = c // 16 * 64 + 16 * k + lane
         at, inside = first + place, place < numel - first
         start = tl.load(x + at, mask=inside, other=0).to(tl.float32)
-        move = load_drift((x, other, 0.0, 0.0, 0.0), at, inside, start, DRIFT)
+        move = load_drift((x, other, 0.0, 0.0, 0.0, 0.0, source), at, inside, start, DRIFT)
         each = tl.load(variances + at, mask=inside, other=0.0) if EACH else v
         value = round_element(start, move, each, h[k], xi[k], grid, KIND, ROUNDING, DRIFT != NO_DRIFT, TINY)
         if HAS_CODES:
@@ -106,7 +104,7 @@ def quantize_blocks(
     numbers, rows = rows_of(blocks, line, size, R)
     target = (out, codes, exponents, positive, spoiled)
     round_rows(
-        (x, other, 0.0, 0.0, 0.0), v, variances, rows, numbers, gap_of(numbers * 0, False), source, grid, target, C, False, DRIFT,
+        (x, other, 0.0, 0.0, 0.0, 0.0, source), v, variances, rows, numbers, gap_of(numbers * 0, False), source, grid, target, C, False, DRIFT,
         EACH, TINY, ROUNDING, PURPOSE, True, HAS_CODES, MASKED,
     )  # fmt: skip
 

@@ -17,7 +17,7 @@ from . import kernels
 from .means import MOVE, NO_DRIFT
 
 ROUNDINGS = {"nearest": 0, "stochastic": 1, "corrected": 2}
-COUNTERS = 256  # of a program that rounds elements one by one: eight elements a thread
+COUNTERS = 512  # of a program that rounds elements one by one: sixteen elements a thread
 ELEMENTS = 1024  # of a program that encodes or decodes
 OPTIONS = {"enable_fp_fusion": False}  # a product and a sum in one instruction round once: other bits
 
@@ -32,11 +32,11 @@ class BlockShape(NamedTuple):
     warps: int
 
 
-def block_shape(length: int) -> BlockShape:
-    """Return the shape of a program for blocks of this length."""
-    if length <= 2048:
-        return BlockShape(4, 64, 4)
-    return BlockShape(1, 256, 4) if length <= 16384 else BlockShape(1, 1024, 16)
+def block_shape(length: int, many: bool = False) -> BlockShape:
+    """Return the shape of a program for blocks of this length; tensors that share a launch have one shape up to long blocks."""
+    if length > 16384:
+        return BlockShape(1, 1024, 16)
+    return BlockShape(4, 64, 4) if many or length <= 2048 else BlockShape(1, 256, 4)
 
 
 @lru_cache(maxsize=4096)

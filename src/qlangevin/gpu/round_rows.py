@@ -9,9 +9,9 @@ import triton
 import triton.language as tl
 
 from .block_draws import draw_decided, draw_simply
-from .blocks import COIN, NOISE, bits_in_order, centered_at, decide, find_landings, find_risks, no_risk, place_of
+from .blocks import COIN, bits_in_order, decide, find_landings, find_risks, no_risk, place_of
 from .elements import CORRECTED, NEAREST
-from .generator import bits_of, centered, float_of, normal
+from .generator import NOISE, bits_of, centered, centered_at, float_of, normal
 from .laws import V0, bounded, from_gaps, gap_of, in_gaps, positive, reaches, variance_in_gaps
 from .means import NO_DRIFT, load_drift, load_start
 from .rows import (
@@ -197,5 +197,6 @@ def round_rows(mean, v, variances, rows, numbers, old, source, grid, target, C: 
         )  # fmt: skip
     if HAS_CODES:
         finish_codes(rows, 0, chunks, numbers, tl.where(spoiled, 0, largest), unit, grid, target, C)
-        if tl.max((spoiled & (length > 0)).to(tl.int32)) > 0:
-            tl.store(target[4], 1)
+        if HAS_VALUES:  # those of a step are finite, and it has no flag
+            if tl.max((spoiled & (length > 0)).to(tl.int32)) > 0:
+                tl.store(target[4], 1)

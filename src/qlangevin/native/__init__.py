@@ -19,13 +19,14 @@ import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from functools import lru_cache
-from typing import Any, NamedTuple, cast, get_args
+from typing import Any, cast, get_args
 
 import torch
 from torch import Tensor
 
 from .._warnings import warn
 from ..quantization import backend
+from ..quantization.backend import TensorStep
 from ..quantization.code_memory import check_storage, describe_memory
 from ..quantization.formats import FP32, Format, KernelGrid
 from ..quantization.operators import Rounding
@@ -97,7 +98,7 @@ def grid(format: Format | None, shape: torch.Size) -> kernels.Grid:
 
 def quantize(
     x: Tensor, format: Format, rounding_: str, key: Key, purpose: int, variance: Tensor | None = None,
-    out: Tensor | None = None, positive: Tensor | None = None, move: Tensor | None = None,
+    out: Tensor | None = None, positive: Tensor | None = None, move: Tensor | None = None, *, step: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Return Q(x) of a contiguous float32 tensor, or Q(x + move), written to ``out`` if given, which may be x itself.
 
@@ -185,15 +186,6 @@ def first_not_finite(tensors: list[Tensor]) -> int:
     except ValueError:
         copies = [_readable(t, None) for t in tensors]
         return int(kernels.first_not_finite([memory for _, memory in copies], torch.get_num_threads()))
-
-
-class TensorStep(NamedTuple):
-    """One tensor of a step: all that the step reads and writes of it, on either path. What is optional comes last."""
-
-    theta: Tensor  # numbers, or a QTensor
-    gradient: Tensor
-    key: Key
-    accumulator: Tensor | None = None  # takes the update in theta's place; then theta = Q_W(accumulator)
 
 
 def sgld(

@@ -1,7 +1,8 @@
 """Registry of fused kernels: one backend for each type of device.
 
-A package of kernels registers itself (`native` does for the CPU). Code that has a fast path asks `kernels_for` its tensors and
-runs plain PyTorch if the answer is None. Results are the same to the bit. `suspended` turns kernels off within a context.
+A package of kernels registers itself (`native` does for the CPU); those of other devices (`gpu`) are loaded when the first tensor there
+asks for them. Code that has a fast path asks `kernels_for` its tensors and runs plain PyTorch if the answer is None. Results are the
+same to the bit. `suspended` turns kernels off within a context.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -17,49 +18,85 @@ from torch import Tensor
 from .formats import Format
 from .random import Key
 
-__all__ = ["Kernels", "is_deferred", "kernels_for", "register", "suspended", "unregister"]
+__all__ = ["Kernels", "TensorStep", "is_deferred", "kernels_for", "register", "suspended", "unregister"]
+
+
+class TensorStep(NamedTuple):
+    """One tensor of a step: all that the step reads and writes of it, on either path. What is optional comes last."""
+
+    theta: Tensor  # numbers, or a QTensor
+    gradient: Tensor
+    key: Key
+    accumulator: Tensor | None = None  # takes the update in theta's place; then theta = Q_W(accumulator)
 
 
 class Kernels(Protocol):
-    """Kernels of one type of device, for contiguous float32 tensors. Codes are unpacked: one integer an element."""
+    """Kernels of one type of device, for contiguous tensors. Codes are unpacked: one integer an element.
 
-    deferred: bool  # kernels run behind the host's back, as on GPUs: nothing that a step does may wait for a result
-    floats: frozenset[torch.dtype]  # of numbers that `quantize` and of parameters that `sgld` take as they are
+    Deferred kernels run behind the host's back, and the host must not wait for them: what they cannot return they note in
+    flags on the device. ``spoiled`` is an int32, 0 before and 1 after if a tensor holds a NaN, which has no code.
+    """
+
+    deferred: bool
+    floats: frozenset[torch.dtype]  # of numbers that are rounded and of parameters that are stepped
 
     def quantize(
         self, x: Tensor, format: Format, rounding_: str, key: Key, purpose: int, variance: Tensor | None = None,
-        out: Tensor | None = None, positive: Tensor | None = None, move: Tensor | None = None, *,
-        step: Tensor | None = None,
+        out: Tensor | None = None, positive: Tensor | None = None, move: Tensor | None = None, *, step: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """Return Q(x), or Q(x + move), written to ``out`` if given, which may be x.
 
-        ``step``, an integer on the device, takes the place of the key's; deferred kernels only. The result is zero
-        where ``positive``, int8 codes, is zero or less. The sum is a `Mean`, which is not rounded first.
+        It is zero where ``positive``, int8 codes, is zero or less. The sum is a `Mean`, which is not rounded first. ``step``, an
+        int64 on the device, takes the place of the key's.
         """
 
     def sgld(self, *args: Any, **kwargs: Any) -> None:
-        """Step several tensors of an SGLD sampler, in place, in one call; `native.sgld` names the arguments."""
+        """Step several tensors of an SGLD sampler, in place, in one call; `native.sgld` names the arguments.
+
+        Deferred kernels also take ``slots``, ``counts`` and ``flags`` of `begin_step`: the number of a step is then the count, and
+        nothing changes unless flags[0] is NO_ERROR; flags[1] = flags[0] afterwards.
+        """
 
     def begin_step(self, gradients: list[Tensor], slots: list[int], counts: Tensor, flags: Tensor, /) -> None:
-        """Count a step, and flag the first gradient that is not finite; of deferred kernels only.
+        """Begin a step of tensors that have numbers, their slots: count it, and look for gradients that are not finite.
 
-        Unless flags[1] is set, counts[slot] grows by one for each slot. flags[0] becomes the least slot whose gradient holds an
-        infinity or a NaN; it is 2^31 - 1 if none does.
+        ``counts`` is int64, ``flags`` two int32, (now, before). If flags[1] is NO_ERROR, count up counts[slot]; if a gradient holds an
+        infinity or a NaN, lower flags[0] to its slot. Deferred kernels only.
         """
 
     def quantize_with_codes(
-        self, x: Tensor, format: Format, rounding_: str, key: Key, purpose: int, codes: tuple[Tensor, Tensor], /
-    ) -> bool:
+        self, x: Tensor, format: Format, rounding_: str, key: Key, purpose: int, codes: tuple[Tensor, Tensor], /, *,
+        spoiled: Tensor | None = None, step: Tensor | None = None,
+    ) -> bool:  # fmt: skip
         """Round x in place and write codes and exponents of the result; return False if it holds a NaN, which has no code."""
 
-    def relu_with_codes(self, x: Tensor, out: Tensor, codes: Tensor, exponents: Tensor, format: Format, /) -> bool:
+    def relu_with_codes(
+        self,
+        x: Tensor,
+        out: Tensor,
+        codes: Tensor,
+        exponents: Tensor,
+        format: Format,
+        /,
+        *,
+        spoiled: Tensor | None = None,
+    ) -> bool:
         """Write relu(x) to ``out``, and its codes, for x on the grid; return False if it holds a NaN."""
 
     def encode(self, values: Tensor, codes: Tensor, exponents: Tensor, format: Format, /) -> None:
         """Write codes and exponents of values on the grid."""
 
-    def decode(self, values: Tensor, codes: Tensor, exponents: Tensor | None, format: Format, /) -> None:
-        """Write the values that codes and exponents stand for."""
+    def decode(
+        self,
+        values: Tensor,
+        codes: Tensor,
+        exponents: Tensor | None,
+        format: Format,
+        /,
+        *,
+        spoiled: Tensor | None = None,
+    ) -> None:
+        """Write the values that codes and exponents stand for; NaN throughout if they were spoiled."""
 
     def encode_exactly(self, values: Tensor, codes: Tensor, exponents: Tensor, format: Format, /) -> bool:
         """Write codes and exponents of any values; return True if they decode to the same bits."""
@@ -68,7 +105,10 @@ class Kernels(Protocol):
         """Return the index of the first tensor that holds an infinity or a NaN, or -1."""
 
 
+NO_ERROR = 2**31 - 1  # in flags, where there could be the slot of a tensor
+
 _backends: dict[str, Kernels] = {}
+_without: set[str] = {"cpu", "meta"}  # types of devices for which there is nothing to load
 _FLOAT64 = torch.float64
 
 
@@ -121,7 +161,7 @@ def kernels_for(*tensors: Tensor) -> Kernels | None:
     common: Kernels | None = None
     for t in tensors:
         # This runs at every operation, and is_cpu is faster than device.type.
-        found = _backends.get("cpu" if t.is_cpu else t.device.type)
+        found = _backends.get("cpu") if t.is_cpu else _backends.get(t.device.type) or _load(t.device.type)
         if found is None or t.dtype is _FLOAT64:
             return None
         if common is not found:
@@ -129,3 +169,17 @@ def kernels_for(*tensors: Tensor) -> Kernels | None:
                 return None
             common = found
     return _unless_suspended(common) if _lasting else common
+
+
+def _load(device_type: str) -> Kernels | None:
+    """Load the kernels of a type of device when its first tensor asks for them."""
+    if device_type in _without:
+        return None
+    from .. import gpu
+
+    kernels = gpu.load(device_type)
+    if kernels is None:
+        _without.add(device_type)
+    else:
+        register(device_type, kernels)
+    return kernels

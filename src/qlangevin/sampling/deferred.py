@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from torch import Tensor
 
 from .._dtensor import local
-from ..quantization.backend import is_deferred
+from ..quantization.backend import Kernels, TensorStep, is_deferred
 from .device_counts import SamplerCounts
 from .host_copy import has_no_numbers
 from .kernel_step import readable_gradient, step_by_kernels, step_kernels
-from .step import StepSettings, TensorStep
+from .step import StepSettings
 
 __all__ = ["can_be_deferred", "find_deferred", "step_deferred"]
 
@@ -43,10 +43,7 @@ def step_deferred(plans: Sequence[tuple[Mapping[Tensor, TensorStep], StepSetting
     On each device that is one call of `begin_step` for all parameters, then one of `sgld` for each group. If a gradient is not
     finite, the kernels change no parameter; `SamplerCounts.failed` will know.
     """
-    ready = [  # the same gradients are looked at and then used
-        ({p: t._replace(gradient=readable_gradient(t.theta, t.gradient)) for p, t in some.items()}, settings)
-        for some, settings in plans
-    ]
+    ready = [({p: _make_ready(t, settings) for p, t in some.items()}, settings) for some, settings in plans]
     everyone = {p: t for some, _ in ready for p, t in some.items()}
     if any(has_no_numbers(t.theta) for t in everyone.values()):
         return
@@ -54,6 +51,16 @@ def step_deferred(plans: Sequence[tuple[Mapping[Tensor, TensorStep], StepSetting
     for some, settings in ready:
         for device in dict.fromkeys(p.device for p in some):
             here = {p: t for p, t in some.items() if p.device == device}
-            kernels = step_kernels(*next((t.theta, t.gradient) for t in here.values()), settings)
-            assert kernels is not None  # as `can_be_deferred` has found
+            kernels = _kernels_of(next(iter(here.values())), settings)
             step_by_kernels(kernels, [*here.values()], settings, counts.counters([*here]))
+
+
+def _make_ready(t: TensorStep, settings: StepSettings) -> TensorStep:
+    """Return the tensors with a gradient that kernels read: the same is looked at and then used."""
+    return t._replace(gradient=readable_gradient(t.theta, t.gradient, _kernels_of(t, settings).floats))
+
+
+def _kernels_of(t: TensorStep, settings: StepSettings) -> Kernels:
+    kernels = step_kernels(t.theta, t.gradient, settings)
+    assert kernels is not None  # as `can_be_deferred` has found
+    return kernels

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..native import TensorStep
-from ..quantization.backend import Kernels, kernels_for
+from ..quantization.backend import Kernels, TensorStep, kernels_for
 from ..quantization.codes import pack_codes
 from ..quantization.formats import parse
 from ..quantization.qtensor import QTensor, one_code_a_byte
@@ -54,7 +53,7 @@ def step_by_kernels(
         calls.setdefault(s.weights if own else s.weights_format(t.theta), []).append(i)
     for weights, chosen in calls.items():
         some = [tensors[i] for i in chosen]
-        readable = [_make_readable(t) for t in some]
+        readable = [_make_readable(t, kernels.floats) for t in some]
         on_device = {} if counters is None else counters.pick(chosen)
         kernels.sgld(
             readable, weights=parse(weights) if weights else None, gradients=gradients, accumulator=accumulator,
@@ -65,17 +64,17 @@ def step_by_kernels(
             torch.autograd.graph.increment_version(t.theta)  # autograd does not see what the kernels write
 
 
-def _make_readable(t: TensorStep) -> TensorStep:
-    """Return the tensors as the kernels read them: contiguous, one code to a byte at most, a float32 gradient."""
-    gradient = readable_gradient(t.theta, t.gradient)
+def _make_readable(t: TensorStep, floats: frozenset[torch.dtype]) -> TensorStep:
+    """Return the tensors as the kernels read them: contiguous, one code to a byte at most, of a dtype that they take."""
+    gradient = readable_gradient(t.theta, t.gradient, floats)
     theta = one_code_a_byte(t.theta) if isinstance(t.theta, QTensor) else t.theta.contiguous()
     return t if theta is t.theta and gradient is t.gradient else t._replace(theta=theta, gradient=gradient)
 
 
-def readable_gradient(theta: Tensor, gradient: Tensor) -> Tensor:
-    """Return the gradient of a tensor as the kernels read it: contiguous and float32."""
+def readable_gradient(theta: Tensor, gradient: Tensor, floats: frozenset[torch.dtype]) -> Tensor:
+    """Return the gradient of a tensor as the kernels read it: contiguous, and float32 if they do not take its dtype."""
     check_shape(theta, gradient)
-    gradient = gradient.to(torch.float32).contiguous()
+    gradient = (gradient if gradient.dtype in floats else gradient.to(torch.float32)).contiguous()
     return gradient.resolve_neg() if gradient.is_neg() else gradient  # conj().imag holds its negative in memory
 
 

@@ -19,9 +19,8 @@ from torch import Tensor
 
 from .._dtensor import shard_of
 from .._validate import check_choice, check_flag, check_number
-from ..native import TensorStep
 from ..quantization import operators, random
-from ..quantization.backend import Kernels
+from ..quantization.backend import Kernels, TensorStep
 from ..quantization.formats import BF16, FLOAT32_MAX, FP16, FP32, parse
 from ..quantization.laws import Mean
 from ..quantization.operators import Algorithm, Rounding

@@ -1,0 +1,258 @@
+"""Kernels that step many tensors in one launch: theta' = Q(theta + drift, v), drift = -lr (Q_G(g) + λ theta). See `sampling.step.update`.
+
+A table has a row of int64 for each tensor, in the order of `Row`: addresses, sizes, the key, and the numbers of its grids, floats as
+their bits. Row i has the programs from its FIRST to that of the next. ``flags`` are two int32, (now, before): NONE, or the number of the
+first tensor whose gradient is not finite, in this step and in the steps before. A step is taken only if there is none.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum, auto
+
+import triton
+import triton.language as tl
+
+from ..quantization import random
+from ..quantization.backend import NO_ERROR
+from .codes import float_value
+from .elements import CORRECTED, FIXED, NEAREST, NONE, STOCHASTIC, round_code, round_element
+from .generator import NOISE, bits_of, centered, normal
+from .kernels import encode_element
+from .laws import V0, from_gaps, gap_of, variance_in_gaps
+from .round_rows import round_rows
+
+
+class Row(IntEnum):
+    """Columns of a table."""
+
+    X, OTHER, OUT, EXPONENTS, NUMEL, KEY, STEP, COUNT, FIRST, BLOCKS, LINE, SIZE, SLOT = range(13)
+    GRID = auto()  # nine numbers each
+    GRADIENTS = GRID + 9
+    WEIGHTS = GRADIENTS + 9
+    WIDTH = WEIGHTS + 9
+
+
+X, OTHER, OUT, EXPONENTS = (tl.constexpr(int(i)) for i in (Row.X, Row.OTHER, Row.OUT, Row.EXPONENTS))
+NUMEL, KEY, STEP, COUNT, FIRST = (tl.constexpr(int(i)) for i in (Row.NUMEL, Row.KEY, Row.STEP, Row.COUNT, Row.FIRST))
+BLOCKS, LINE, SIZE, SLOT = (tl.constexpr(int(i)) for i in (Row.BLOCKS, Row.LINE, Row.SIZE, Row.SLOT))
+GRID, GRADIENTS, WEIGHTS, WIDTH = (tl.constexpr(int(i)) for i in (Row.GRID, Row.GRADIENTS, Row.WEIGHTS, Row.WIDTH))
+CLEAR = tl.constexpr(NO_ERROR)
+ROUNDING_BITS, GRADIENT_BITS, WEIGHT_BITS = (tl.constexpr(p) for p in (random.ROUNDING, random.GRADIENT, random.WEIGHT))
+
+
+@triton.jit
+def find_row(table, count):
+    """Return the row of the tensor that this program works on, and the number of the program among those of the tensor."""
+    pid = tl.program_id(0)
+    low, high = 0, count
+    while high - low > 1:
+        middle = (low + high) // 2
+        if tl.load(table + middle * WIDTH + FIRST) <= pid:
+            low = middle
+        else:
+            high = middle
+    row = table + low * WIDTH
+    return row, pid - tl.load(row + FIRST).to(tl.int32)
+
+
+@triton.jit
+def pointer(row, COLUMN: tl.constexpr, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    """Return the pointer in a column."""
+    p = tl.load(row + COLUMN).to(tl.pointer_type(TYPE))
+    if ALIGNED:
+        p = tl.multiple_of(p, 16)
+    return p
+
+
+@triton.jit
+def number(row, COLUMN: tl.constexpr):
+    """Return the float32 in a column."""
+    return tl.load(row + COLUMN).to(tl.int32).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def load_grid(row, COLUMN: tl.constexpr):
+    """Return the grid that begins at a column."""
+    shift, min_gap = tl.load(row + COLUMN).to(tl.int32), tl.load(row + COLUMN + 1).to(tl.int32)
+    return (
+        shift, min_gap, tl.load(row + COLUMN + 2).to(tl.int32), number(row, COLUMN + 3), number(row, COLUMN + 4),
+        number(row, COLUMN + 5), number(row, COLUMN + 6), number(row, COLUMN + 7), number(row, COLUMN + 8),
+    )  # fmt: skip
+
+
+@triton.jit
+def load_source(row):
+    """Return key and step of a tensor: the step is a number in the table, or counted on the device."""
+    key, step, count = tl.load(row + KEY), tl.load(row + STEP), tl.load(row + COUNT)
+    if count != 0:
+        step = tl.load(count.to(tl.pointer_type(tl.int64)))
+    return key.to(tl.uint32), (key >> 32).to(tl.uint32), step.to(tl.uint32), (step >> 32).to(tl.uint32)
+
+
+@triton.jit
+def is_clear(flags, FLAGGED: tl.constexpr):
+    """Return whether there was no error; the first program notes that this step was begun."""
+    if FLAGGED:
+        now = tl.load(flags)
+        if tl.program_id(0) == 0:
+            tl.store(flags + 1, now)
+        return now == CLEAR
+    else:
+        return tl.program_id(0) >= 0
+
+
+@triton.jit(do_not_specialize=["count"])
+def begin(table, flags, count, TYPE: tl.constexpr, ALIGNED: tl.constexpr, E: tl.constexpr):
+    """Count a step of each tensor, and look for gradients that are not finite."""
+    row, part = find_row(table, count)
+    if part == 0:
+        if tl.load(flags + 1) == CLEAR:
+            counted = tl.load(row + COUNT).to(tl.pointer_type(tl.int64))
+            tl.store(counted, tl.load(counted) + 1)
+    at = part.to(tl.int64) * E + tl.arange(0, E)
+    g = tl.load(pointer(row, X, TYPE, ALIGNED) + at, mask=at < tl.load(row + NUMEL), other=0).to(tl.float32)
+    if tl.max((bits_of(tl.abs(g)) >= 0x7F800000).to(tl.int32)) > 0:
+        tl.atomic_min(flags, tl.load(row + SLOT).to(tl.int32))
+
+
+@triton.jit
+def load_theta(x, at, inside, grid, KIND: tl.constexpr, CODES: tl.constexpr, TINY: tl.constexpr):
+    """Return numbers, or those that codes of fixed or floating point stand for."""
+    loaded = tl.load(x + at, mask=inside, other=0)
+    if not CODES:
+        return loaded.to(tl.float32)
+    elif KIND == FIXED:
+        return from_gaps(loaded.to(tl.float32), gap_of(grid[1], TINY), TINY)
+    else:
+        return float_value(loaded, grid, x.dtype.element_ty.primitive_bitwidth)
+
+
+@triton.jit
+def store_theta(out, at, inside, value, grid, KIND: tl.constexpr, CODES: tl.constexpr, TINY: tl.constexpr):
+    """Write numbers on the grid, or their codes."""
+    if CODES:
+        value = encode_element(value, grid, KIND, TINY, out.dtype.element_ty.primitive_bitwidth)
+    tl.store(out + at, value.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["count"])
+def step_elements(
+    table, flags, count, rate, sign, decay, v, TYPE: tl.constexpr, CODES: tl.constexpr, GRADIENT_TYPE: tl.constexpr,
+    KIND: tl.constexpr, TINY: tl.constexpr, ROUNDING: tl.constexpr, Q_G: tl.constexpr, TINY_G: tl.constexpr,
+    WEIGHTS_TYPE: tl.constexpr, WEIGHTS_CODES: tl.constexpr, Q_W: tl.constexpr, TINY_W: tl.constexpr, THEN: tl.constexpr,
+    FLAGGED: tl.constexpr, ALIGNED: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """Step tensors in which every element stands alone; Q_G, Q_W and KIND are kinds of grids.
+
+    With THEN, x is an accumulator: its weights are rounded from it.
+    """
+    clear = is_clear(flags, FLAGGED)
+    if clear:
+        row, part = find_row(table, count)
+        source, grid = load_source(row), load_grid(row, GRID)
+        x, g = pointer(row, X, TYPE, ALIGNED), pointer(row, OTHER, GRADIENT_TYPE, ALIGNED)
+        c = tl.arange(0, C)
+        first, left = part.to(tl.int64) * (4 * C), tl.load(row + NUMEL) - part.to(tl.int64) * (4 * C)
+        tile, lane = part * (C // 16) + c // 16, c % 16
+        nothing = tl.zeros([C], tl.float32)
+        h = (nothing, nothing, nothing, nothing)
+        xi, bits_g, bits_w = h, h, h
+        if ROUNDING != NEAREST and KIND != NONE:
+            h = centered(source, ROUNDING_BITS, tile, lane)
+        noisy = v > 0.0
+        if KIND == FIXED and ROUNDING == CORRECTED:
+            noisy = variance_in_gaps(v, gap_of(grid[1], TINY), TINY) > V0
+        if noisy:
+            xi = normal(source, NOISE, tile, lane)
+        if Q_G != NONE:
+            bits_g = centered(source, GRADIENT_BITS, tile, lane)
+        if THEN and ROUNDING != NEAREST and Q_W != NONE:
+            bits_w = centered(source, WEIGHT_BITS, tile, lane)
+        sigma = tl.sqrt_rn(v)
+        for k in tl.static_range(4):
+            place = c // 16 * 64 + 16 * k + lane
+            at, inside = first + place, place < left
+            theta = load_theta(x, at, inside, grid, KIND, CODES, TINY)
+            move = tl.load(g + at, mask=inside, other=0).to(tl.float32)
+            if Q_G != NONE:
+                move = round_element(move, move, 0.0, bits_g[k], move, load_grid(row, GRADIENTS), Q_G, STOCHASTIC, False, TINY_G)
+            move = rate * (sign * move + decay * theta)
+            if ROUNDING != CORRECTED:
+                if noisy:
+                    move = move + sigma * xi[k]
+            if CODES and KIND == FIXED and not TINY and ROUNDING != NEAREST:
+                new = round_code(tl.load(x + at, mask=inside, other=0).to(tl.float32), move, v, h[k], xi[k], grid, ROUNDING)
+                tl.store(x + at, new.to(TYPE), mask=inside)
+            else:
+                value = round_moved(theta, move, v, h[k], xi[k], grid, KIND, ROUNDING, TINY)
+                store_theta(x, at, inside, value, grid, KIND, CODES, TINY)
+            if THEN:
+                weights = load_grid(row, WEIGHTS)
+                HOW: tl.constexpr = NEAREST if ROUNDING == NEAREST else STOCHASTIC
+                value = round_element(value, value, 0.0, bits_w[k], value, weights, Q_W, HOW, False, TINY_W)
+                out = pointer(row, OUT, WEIGHTS_TYPE, ALIGNED)
+                store_theta(out, at, inside, value, weights, Q_W, WEIGHTS_CODES, TINY_W)
+
+
+@triton.jit
+def round_moved(theta, move, v, h, xi, grid, KIND: tl.constexpr, ROUNDING: tl.constexpr, TINY: tl.constexpr):
+    """Return Q(theta + move)."""
+    if ROUNDING == NEAREST:
+        total = theta + move
+        return round_element(total, total, v, h, xi, grid, KIND, NEAREST, False, TINY)
+    else:
+        return round_element(theta, move, v, h, xi, grid, KIND, ROUNDING, True, TINY)
+
+
+@triton.jit(do_not_specialize=["count"])
+def step_blocks(
+    table, flags, count, rate, sign, decay, v, TYPE: tl.constexpr, CODES: tl.constexpr, OTHER_TYPE: tl.constexpr,
+    OUT_TYPE: tl.constexpr, OUT_CODES: tl.constexpr, TINY: tl.constexpr, ROUNDING: tl.constexpr, PURPOSE: tl.constexpr,
+    DRIFT: tl.constexpr, FLAGGED: tl.constexpr, ALIGNED: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """Step tensors in which blocks share an exponent; or, without DRIFT, round their numbers."""
+    clear = is_clear(flags, FLAGGED)
+    if clear:
+        row, part = find_row(table, count)
+        source, grid = load_source(row), load_grid(row, GRID)
+        line, size = tl.load(row + LINE).to(tl.int32), tl.load(row + SIZE).to(tl.int32)
+        numbers = part * R + tl.arange(0, R)[:, None]
+        pieces = (line + size - 1) // size
+        begins = numbers % pieces * size
+        inside = numbers < tl.load(row + BLOCKS)
+        rows = (numbers // pieces).to(tl.int64) * line + begins, tl.where(inside, tl.minimum(size, line - begins), 0)
+        exponents = pointer(row, EXPONENTS, tl.int8, False)
+        old = numbers * 0
+        if CODES:
+            old = tl.load(exponents + numbers, mask=inside, other=0).to(tl.int32) - grid[0]
+        out = pointer(row, OUT, OUT_TYPE, ALIGNED)
+        mean = (
+            pointer(row, X, TYPE, ALIGNED), pointer(row, OTHER, OTHER_TYPE, ALIGNED), rate, sign, decay, tl.sqrt_rn(v), source
+        )  # fmt: skip
+        spread = v if ROUNDING == CORRECTED else 0.0
+        round_rows(
+            mean, spread, out, rows, numbers, gap_of(old, TINY), source, grid, (out, out, exponents, out, flags), C, CODES, DRIFT, False,
+            TINY, ROUNDING, PURPOSE, not OUT_CODES, OUT_CODES, False,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["count"])
+def round_elements(
+    table, flags, count, TYPE: tl.constexpr, OUT_TYPE: tl.constexpr, OUT_CODES: tl.constexpr, KIND: tl.constexpr,
+    TINY: tl.constexpr, ROUNDING: tl.constexpr, PURPOSE: tl.constexpr, FLAGGED: tl.constexpr, ALIGNED: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """Round numbers of tensors in which every element stands alone."""
+    clear = is_clear(flags, FLAGGED)
+    if clear:
+        row, part = find_row(table, count)
+        grid, x, out = load_grid(row, GRID), pointer(row, X, TYPE, ALIGNED), pointer(row, OUT, OUT_TYPE, ALIGNED)
+        c = tl.arange(0, C)
+        first, left = part.to(tl.int64) * (4 * C), tl.load(row + NUMEL) - part.to(tl.int64) * (4 * C)
+        tile, lane = part * (C // 16) + c // 16, c % 16
+        h = centered(load_source(row), PURPOSE, tile, lane)
+        for k in tl.static_range(4):
+            place = c // 16 * 64 + 16 * k + lane
+            at, inside = first + place, place < left
+            from_ = tl.load(x + at, mask=inside, other=0).to(tl.float32)
+            value = round_element(from_, from_, 0.0, h[k], from_, grid, KIND, ROUNDING, False, TINY)
+            store_theta(out, at, inside, value, grid, KIND, OUT_CODES, TINY)

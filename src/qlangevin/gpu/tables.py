@@ -1,0 +1,103 @@
+"""Tables of tensors for launches that work on many of them: rows of int64, uploaded once and kept as long as addresses last."""
+
+from __future__ import annotations
+
+import struct
+from collections import OrderedDict
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..quantization.formats import Format, KernelGrid
+from ..quantization.random import Key
+from .launch import grid_numbers, grid_of
+from .step_kernels import Row
+
+__all__ = ["Item", "Table", "make_table"]
+
+MOST_TABLES = 64
+_uploaded: OrderedDict[tuple[Any, ...], Tensor] = OrderedDict()
+_captured: list[Tensor] = []  # CUDA graphs read these when they are replayed
+
+
+class Item(NamedTuple):
+    """One tensor of a launch: x is read, and written unless there is an ``out``."""
+
+    x: Tensor
+    key: Key
+    format: Format | None
+    shape: torch.Size
+    other: Tensor | None = None  # a gradient
+    out: Tensor | None = None
+    exponents: Tensor | None = None
+    gradients: Format | None = None
+    weights: Format | None = None
+    slot: int = 0
+    count: int = 0  # the address of the number of the step on the device; 0: that of the key
+
+
+class Table(NamedTuple):
+    """A table on the device, and the number of programs that it is for."""
+
+    rows: Tensor
+    count: int
+    programs: int
+    aligned: bool
+
+
+@lru_cache(maxsize=4096)
+def _grid_row(format: Format | None, shape: torch.Size) -> tuple[int, ...]:
+    """Return the numbers of a grid as the table holds them: floats as their bits."""
+    numbers = grid_numbers(KernelGrid() if format is None else grid_of(format, shape))
+    return tuple(n if isinstance(n, int) else _bits(n) for n in numbers)
+
+
+def _bits(x: float) -> int:
+    return int(struct.unpack("<i", struct.pack("<f", x))[0])
+
+
+def make_table(items: Sequence[Item], per_program: Sequence[int]) -> Table:
+    """Return the table of some tensors, of which item i has per_program[i] programs; upload it unless it is there already."""
+    rows, first, aligned = [], 0, True
+    for item, programs in zip(items, per_program, strict=True):
+        rows.append(_row(item, first))
+        first += programs
+        aligned = aligned and all(address % 16 == 0 for address in rows[-1][: Row.EXPONENTS])
+    return Table(_upload(tuple(rows), items[0].x.device), len(rows), first, aligned)
+
+
+def _row(item: Item, first: int) -> tuple[int, ...]:
+    grid = KernelGrid() if item.format is None else grid_of(item.format, item.shape)
+    blocks = 0 if item.format is None else item.format.block_count(item.shape)
+    addresses = (t.data_ptr() if t is not None else 0 for t in (item.x, item.other, item.out, item.exponents))
+    low, high = item.key.bits
+    key, step = (n - (n >> 63 << 64) for n in (low | high << 32, item.key.step))
+    return (
+        *addresses, item.x.numel(), key, 0 if item.count else step, item.count, first, blocks, grid.line, grid.size, item.slot,
+        *_grid_row(item.format, item.shape), *_grid_row(item.gradients, item.shape), *_grid_row(item.weights, item.shape),
+    )  # fmt: skip
+
+
+def _upload(rows: tuple[tuple[int, ...], ...], device: torch.device) -> Tensor:
+    """Return the rows on a device; the host does not wait."""
+    key = (device, rows)
+    table = _uploaded.get(key)
+    if table is None:
+        host = torch.tensor(rows, dtype=torch.int64)
+        table = host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
+        _uploaded[key] = table
+        if len(_uploaded) > MOST_TABLES:
+            _uploaded.popitem(last=False)
+    else:
+        _uploaded.move_to_end(key)
+    if is_capturing(device):
+        _captured.append(table)
+    return table
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Return True while a CUDA graph is being captured."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
