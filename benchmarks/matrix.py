@@ -77,6 +77,7 @@ def stages() -> list[Stage]:
         Stage("2 threads", "quick core", (*TESTS, *QUICK, *CORE), 6, {"QLANGEVIN_TEST_THREADS": "2"}),
         *memory_stages(),
         module_stage("kernel_fuzz", 10, "--count", "100000"),
+        module_stage("gpu_code", 15, missing=needs_module("triton")),
         module_stage("arm64", 2, missing=needs("aarch64-linux-gnu-g++")),
         module_stage("kills", 4, "--runs", "24"),
         module_stage("fuzz", 3, "--count", "2000"),
@@ -112,6 +113,10 @@ def module_stage(name: str, minutes: float, *arguments: str, missing: Callable[[
 
 def needs(program: str) -> Callable[[], str]:
     return lambda: "" if shutil.which(program) else program
+
+
+def needs_module(name: str) -> Callable[[], str]:
+    return lambda: "" if importlib.util.find_spec(name) else name
 
 
 def missing_malloc_checks() -> str:

@@ -24,9 +24,9 @@ PACKAGE = ROOT / "src" / "qlangevin"
 # this order. "" is the package itself, its public names: what comes after it is built on the library.
 ORDER = [
     *["_version", "_warnings", "_validate", "_progress", "_select", "_dtensor"],
-    *["quantization", "native", "sampling", "lowering", "storage", "prediction", "theory", "distributed"],
+    *["quantization", "native", "gpu", "sampling", "lowering", "storage", "prediction", "theory", "distributed"],
     "",
-    *["experiments", "cli", "__main__"],
+    *["experiments", "gpu.check", "cli", "__main__"],  # gpu.check is a program, in the folder of what it checks
 ]
 
 
@@ -41,7 +41,9 @@ SOURCES = {module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
 
 def place(name: str) -> int:
     """The position in ORDER of the folder, or top-level module, that a module belongs to."""
-    return ORDER.index(name.partition(".")[0])
+    while "." in name and name not in ORDER:
+        name = name.rpartition(".")[0]
+    return ORDER.index(name)
 
 
 def imports(path: Path) -> Iterator[tuple[int, str]]:

@@ -35,7 +35,9 @@ def missing() -> str | None:
     except ImportError:
         return "Triton is not installed; pip install 'qlangevin[gpu]', or a CUDA build of PyTorch, which brings it"
     if tuple(int(n) for n in triton.__version__.split(".")[:2]) < TRITON:
-        return f"Triton {triton.__version__} is too old; {TRITON[0]}.{TRITON[1]} or later is needed: pip install -U triton"
+        return (
+            f"Triton {triton.__version__} is too old; {TRITON[0]}.{TRITON[1]} or later is needed: pip install -U triton"
+        )
     return None
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .blocks import COIN, beyond, draw_on
-from .generator import centered
+from .blocks import beyond, draw_on
+from .elements import CORRECTED, NEAREST
 from .laws import (
     away,
     bounded,
@@ -22,25 +22,23 @@ from .laws import (
     settle_stochastic,
     spread,
     variance_in_gaps,
-    with_noise,
 )
-from .elements import CORRECTED, NEAREST
 from .rows import may_leave
 
 
 @triton.jit
-def draw_simply(start, move, s, amplitude, h, xi, gap, top, ROUNDING: tl.constexpr, MOVED: tl.constexpr, TINY: tl.constexpr):
+def draw_simply(
+    start, move, s, amplitude, h, xi, gap, top, ROUNDING: tl.constexpr, MOVED: tl.constexpr, TINY: tl.constexpr
+):
     """Return codes on one gap if no element needs a choice of its own: s <= 1/4 is the variance, after noise of this amplitude."""
     if ROUNDING == NEAREST:
         return bounded(nearest_integer(in_gaps(start + move if MOVED else start, gap, TINY)), -top, top)
-    else:
-        integer, rest = point_of(start, move, gap, TINY, MOVED)
-        if ROUNDING == CORRECTED:
-            n, r = nearest_to((integer, rest + amplitude * xi))
-            return settle_quiet(n, r, s, h)
-        else:
-            n, r = nearest_to((integer, rest))
-            return settle_stochastic(n, r, h)
+    integer, rest = point_of(start, move, gap, TINY, MOVED)
+    if ROUNDING == CORRECTED:
+        n, r = nearest_to((integer, rest + amplitude * xi))
+        return settle_quiet(n, r, s, h)
+    n, r = nearest_to((integer, rest))
+    return settle_stochastic(n, r, h)
 
 
 @triton.jit

@@ -18,7 +18,7 @@ import triton.language as tl
 
 from ..quantization import random
 from .elements import CORRECTED
-from .generator import NOISE, bits_of, centered_at, normal_at
+from .generator import bits_of, centered_at, normal_at
 from .laws import (
     V0,
     away,

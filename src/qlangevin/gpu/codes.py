@@ -54,5 +54,4 @@ def code_of(value, gap, grid, KIND: tl.constexpr, BITS: tl.constexpr, TINY: tl.c
     """Return the code of a number on the grid; ``gap`` is that of fixed point or of a block."""
     if KIND == FIXED:
         return integer_code(value, gap, TINY)
-    else:
-        return float_code(value, grid, BITS)
+    return float_code(value, grid, BITS)

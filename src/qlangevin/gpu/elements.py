@@ -13,9 +13,9 @@ from ..quantization.formats import GridKind
 from .laws import (
     NORMAL_BOUND,
     V0,
+    binade,
     bounded,
     ceil_log2,
-    binade,
     feasible,
     from_gaps,
     gap_of,
@@ -63,16 +63,14 @@ def round_element(start, move, v, h, xi, grid, KIND: tl.constexpr, ROUNDING: tl.
         if ROUNDING == CORRECTED:
             noise = tl.sqrt_rn(v) * xi
             return start + ((move + noise) if MOVED else noise)
-        else:
-            return total
-    elif KIND == FIXED:
+        return total
+    if KIND == FIXED:
         return round_fixed(start, move, total, v, h, xi, grid, ROUNDING, MOVED, TINY)
-    elif ROUNDING == CORRECTED:
+    if ROUNDING == CORRECTED:
         return correct_float(start, move, total, v, h, xi, grid, MOVED, TINY)
-    else:
-        gap = gap_of(float_gap(total, grid), TINY)
-        code = nearest_or_stochastic(start, move, total, h, gap, ROUNDING, MOVED, TINY)
-        return onto(from_gaps(code, gap, TINY), grid, total)
+    gap = gap_of(float_gap(total, grid), TINY)
+    code = nearest_or_stochastic(start, move, total, h, gap, ROUNDING, MOVED, TINY)
+    return onto(from_gaps(code, gap, TINY), grid, total)
 
 
 @triton.jit
@@ -80,9 +78,8 @@ def nearest_or_stochastic(start, move, total, h, gap, ROUNDING: tl.constexpr, MO
     """Return Q^d or Q^s on the multiples of a gap, in gaps."""
     if ROUNDING == NEAREST:
         return nearest_integer(in_gaps(total, gap, TINY))
-    else:
-        n, r = nearest_to(point_of(start, move, gap, TINY, MOVED))
-        return settle_stochastic(n, r, h)
+    n, r = nearest_to(point_of(start, move, gap, TINY, MOVED))
+    return settle_stochastic(n, r, h)
 
 
 @triton.jit

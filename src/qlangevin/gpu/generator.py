@@ -58,10 +58,14 @@ def centered(source, PURPOSE: tl.constexpr, tile, lane):
         w = words(source, PURPOSE, (tile >> 1) * 16 + lane)  # two numbers in a word: an even tile has the low halves
         rest = words(source, PURPOSE + REST, tile * 16 + lane)
         up = 16 - (tile & 1) * 16
-        return narrow(w[0], rest[0], up), narrow(w[1], rest[1], up), narrow(w[2], rest[2], up), narrow(w[3], rest[3], up)
-    else:
-        w = words(source, PURPOSE, tile * 16 + lane)
-        return wide(w[0]), wide(w[1]), wide(w[2]), wide(w[3])
+        return (
+            narrow(w[0], rest[0], up),
+            narrow(w[1], rest[1], up),
+            narrow(w[2], rest[2], up),
+            narrow(w[3], rest[3], up),
+        )
+    w = words(source, PURPOSE, tile * 16 + lane)
+    return wide(w[0]), wide(w[1]), wide(w[2]), wide(w[3])
 
 
 @triton.jit
@@ -135,8 +139,7 @@ def centered_at(source, index, PURPOSE: tl.constexpr):
         first = pick_word(words(source, PURPOSE, (tile >> 1) * 16 + lane), index)
         rest = pick_word(words(source, PURPOSE + REST, tile * 16 + lane), index)
         return narrow(first, rest, 16 - (tile & 1) * 16)
-    else:
-        return wide(pick_word(words(source, PURPOSE, tile * 16 + lane), index))
+    return wide(pick_word(words(source, PURPOSE, tile * 16 + lane), index))
 
 
 @triton.jit

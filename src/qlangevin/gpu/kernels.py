@@ -17,7 +17,12 @@ from .means import NO_DRIFT, load_drift
 from .round_rows import round_rows
 from .rows import INFINITY, chunk_count, in_order, own_gap, places_of
 
-WORDS = ["key0", "key1", "step0", "step1"]  # change with every call: kernels are not compiled anew for special values of them
+WORDS = [
+    "key0",
+    "key1",
+    "step0",
+    "step1",
+]  # change with every call: kernels are not compiled anew for special values of them
 
 
 @triton.jit
@@ -68,7 +73,7 @@ def quantize_elements(
             value = tl.where(tl.load(positive + at, mask=inside, other=0) > 0, value, 0.0)
         tl.store(out + at, value.to(out.dtype.element_ty), mask=inside)
     if HAS_CODES:
-        if tl.max(spoils) > 0:
+        if tl.max(spoils) > 0:  # seldom
             tl.store(spoiled, 1)
 
 
@@ -77,8 +82,7 @@ def encode_element(value, grid, KIND: tl.constexpr, TINY: tl.constexpr, BITS: tl
     """Return the code of a number on the grid of fixed or floating point."""
     if KIND == FIXED:
         return integer_code(value, gap_of(grid[1], TINY), TINY)
-    else:
-        return float_code(value, grid, BITS)
+    return float_code(value, grid, BITS)
 
 
 @triton.jit
@@ -125,7 +129,7 @@ def encode_elements(
     if RELU:
         value = tl.where(value < 0.0, 0.0, value)  # a NaN stays one
         tl.store(out + at, value.to(out.dtype.element_ty), mask=inside)
-        if tl.max((inside & (value != value)).to(tl.int32)) > 0:
+        if tl.max((inside & (value != value)).to(tl.int32)) > 0:  # seldom
             tl.store(spoiled, 1)
     code = encode_element(value, grid, KIND, TINY, codes.dtype.element_ty.primitive_bitwidth)
     tl.store(codes + at, code.to(codes.dtype.element_ty), mask=inside)
@@ -142,7 +146,7 @@ def encode_blocks(
     start, length = rows
     chunks = chunk_count(rows, C)
     most = tl.zeros([R, C], tl.int32)
-    for chunk in range(0, chunks):
+    for chunk in range(chunks):
         for k in tl.static_range(4):
             place, inside = places_of(rows, chunk, k, C)
             value = load_positive(x, start + place, inside, RELU)
@@ -150,12 +154,12 @@ def encode_blocks(
     largest = tl.max(most, 1)[:, None]
     spoils = (largest > INFINITY) & (length > 0)
     if RELU:
-        if tl.max(spoils.to(tl.int32)) > 0:
+        if tl.max(spoils.to(tl.int32)) > 0:  # seldom
             tl.store(spoiled, 1)
     own = own_gap(tl.minimum(largest, INFINITY).to(tl.float32, bitcast=True), grid)
     gap = gap_of(own, TINY)
     tl.store(exponents + numbers, (own + shift).to(tl.int8), mask=length > 0)
-    for chunk in range(0, chunks):
+    for chunk in range(chunks):
         for k in tl.static_range(4):
             place, inside = places_of(rows, chunk, k, C)
             value = load_positive(x, start + place, inside, RELU)
@@ -201,13 +205,13 @@ def decode_elements(
 def decode_blocks(
     codes, exponents, out, spoiled, blocks, line, size, shift, FLAGGED: tl.constexpr, R: tl.constexpr, C: tl.constexpr
 ):
-    """The same for blocks, R in a program."""
+    """The same for blocks, R in a program; programs along the second axis share them."""
     numbers, rows = rows_of(blocks, line, size, R)
     start, length = rows
     # An exponent that no block has, in a damaged file say, may be below those of float32.
     e = tl.load(exponents + numbers, mask=length > 0, other=0).to(tl.int32) - shift
     gap = gap_of(tl.maximum(e, -149), True)
-    for chunk in range(0, (tl.max(length) + (4 * C - 1)) // (4 * C)):
+    for chunk in range(tl.program_id(1), (tl.max(length) + (4 * C - 1)) // (4 * C), tl.num_programs(1)):
         place, inside = in_order(rows, chunk, 4 * C)
         code = tl.load(codes + start + place, mask=inside, other=0)
         value = tl.where(e < -149, 0.0, from_gaps(code.to(tl.float32), gap, True))

@@ -10,11 +10,12 @@ import torch
 import triton
 from torch import Tensor
 
-from ..quantization.formats import FP32, Format, GridKind, KernelGrid
-from ..quantization.laws import SLACK
+from ..quantization.formats import FP32, Format, GridKind
 from ..quantization.random import Key
-from . import kernels
+from . import kernels, split
+from .grids import grid_numbers, grid_of, is_tiny
 from .means import MOVE, NO_DRIFT
+from .tables import Item, Table
 
 ROUNDINGS = {"nearest": 0, "stochastic": 1, "corrected": 2}
 COUNTERS = 512  # of a program that rounds elements one by one: sixteen elements a thread
@@ -39,31 +40,16 @@ def block_shape(length: int, many: bool = False) -> BlockShape:
     return BlockShape(4, 64, 4) if many or length <= 2048 else BlockShape(1, 256, 4)
 
 
-@lru_cache(maxsize=4096)
-def grid_of(format: Format, shape: torch.Size) -> KernelGrid:
-    """Return the grid of a format for tensors of one shape."""
-    return format.kernel_grid(shape)
-
-
-def grid_numbers(grid: KernelGrid) -> tuple[Any, ...]:
-    """Return a grid as the kernels take it."""
-    fits = [SLACK / (grid.top - less) if grid.top > less else 0.0 for less in (0.0, 0.5, 1.5)]
-    return (grid.shift, grid.min_gap, grid.max_gap, grid.top, grid.low, grid.high, *fits)
-
-
-def is_tiny(grid: KernelGrid) -> bool:
-    """Return True if some gaps, or their inverses, are no normal numbers."""
-    return grid.min_gap < -100 or grid.max_gap > 100
-
-
-def run(kernel: Any, programs: int, device: torch.device, *args: Any, warps: int = 4, **constants: Any) -> None:
-    """Launch a kernel on a device, on its current stream."""
+def run(
+    kernel: Any, programs: int, device: torch.device, *args: Any, warps: int = 4, sharing: int = 1, **constants: Any
+) -> None:
+    """Launch a kernel on a device, on its current stream; ``sharing`` is the number of programs along the second axis."""
     global launches
     if programs == 0:
         return
     launches += 1
     with _on(device):
-        kernel[(programs,)](*args, **constants, num_warps=warps, **OPTIONS)
+        kernel[(programs, sharing)](*args, **constants, num_warps=warps, **OPTIONS)
 
 
 def _on(device: torch.device) -> AbstractContextManager[Any]:
@@ -119,6 +105,9 @@ def _round(
     step: Tensor | None = None,
 ) -> None:  # fmt: skip
     grid, each = grid_of(format, x.shape), variance is not None and variance.dim() > 0
+    if grid.kind == GridKind.BLOCK and grid.size > split.LONGEST:
+        _round_split(x, out, format, rounding, key, purpose, variance, move, positive, codes, spoiled, step)
+        return
     coded, exponents = codes if codes is not None else (x, x)
     pointers = [t if t is not None else x for t in (move, variance if each else None, out, coded)]
     rest = [t if t is not None else x for t in (positive, spoiled, step)]
@@ -142,6 +131,29 @@ def _round(
     )  # fmt: skip
 
 
+def _round_split(
+    x: Tensor, out: Tensor | None, format: Format, rounding: str, key: Key, purpose: int, variance: Tensor | None,
+    move: Tensor | None, positive: Tensor | None, codes: tuple[Tensor, Tensor] | None, spoiled: Tensor | None, step: Tensor | None,
+) -> None:  # fmt: skip
+    """Round blocks that programs share; a table has the one tensor."""
+    each = variance is not None and variance.dim() > 0
+    item = Item(
+        x, key, format, x.shape, move, out, None if codes is None else codes[1], codes=None if codes is None else codes[0],
+        variances=variance if each else None, positive=positive, spoiled=spoiled, count=0 if step is None else step.data_ptr(),
+    )  # fmt: skip
+    v = 0.0 if variance is None or each else float(variance)
+    drift, tiny = int((NO_DRIFT if move is None else MOVE).value), is_tiny(grid_of(format, x.shape))
+    numbers = (0.0, 0.0, 0.0, v)
+    split.round_split(
+        split.SplitRun(_launch_on_table, numbers, ROUNDINGS[rounding], purpose, drift, tiny), [item], False
+    )
+
+
+def _launch_on_table(kernel: Any, table: Table, *numbers: float, warps: int, **constants: Any) -> None:
+    rows = table.rows
+    run(kernel, table.programs, rows.device, rows, rows, table.count, *numbers, warps=warps, FLAGGED=False, **constants)
+
+
 # ---- codes
 
 
@@ -161,10 +173,13 @@ def relu_with_codes(
     return True
 
 
-def _encode(
-    x: Tensor, out: Tensor, codes: Tensor, exponents: Tensor, format: Format, spoiled: Tensor | None
-) -> None:
+def _encode(x: Tensor, out: Tensor, codes: Tensor, exponents: Tensor, format: Format, spoiled: Tensor | None) -> None:
     grid, relu = grid_of(format, x.shape), spoiled is not None
+    if grid.kind == GridKind.BLOCK and grid.size > split.LONGEST:
+        source, values = (torch.clamp_min(x, 0, out=out), out) if relu else (x, None)
+        nothing = Key(0), 0, None, None, None  # numbers on the grid stay where they are
+        _round_split(source, values, format, "nearest", *nothing, (codes, exponents), spoiled, None)
+        return
     flag = x if spoiled is None else spoiled
     numbers, constants = grid_numbers(grid), {"TINY": is_tiny(grid), "RELU": relu}
     if grid.kind != GridKind.BLOCK:
@@ -187,7 +202,11 @@ def decode(
     if format == FP32:
         values.copy_(codes.view(torch.float32))
         return
-    grid, flag, constants = grid_of(format, codes.shape), codes if spoiled is None else spoiled, {"FLAGGED": spoiled is not None}
+    grid, flag, constants = (
+        grid_of(format, codes.shape),
+        codes if spoiled is None else spoiled,
+        {"FLAGGED": spoiled is not None},
+    )
     if grid.kind != GridKind.BLOCK:
         run(
             kernels.decode_elements, triton.cdiv(codes.numel(), ELEMENTS), codes.device, codes, values, flag, codes.numel(),
@@ -197,7 +216,8 @@ def decode(
     shape, blocks = block_shape(grid.size), format.block_count(codes.shape)
     run(
         kernels.decode_blocks, triton.cdiv(blocks, shape.rows), codes.device, codes, exponents, values, flag, blocks, grid.line,
-        grid.size, grid.shift, R=shape.rows, C=shape.counters, warps=shape.warps, **constants,
+        grid.size, grid.shift, R=shape.rows, C=shape.counters, warps=shape.warps,
+        sharing=min(triton.cdiv(grid.size, 4 * 4 * shape.counters), 4096), **constants,
     )  # fmt: skip
 
 

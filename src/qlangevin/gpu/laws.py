@@ -96,8 +96,7 @@ def variance_in_gaps(v, gap, TINY: tl.constexpr):
     lift, inverse, _, _ = gap
     if TINY:
         return tl.minimum(v * lift * inverse * lift * inverse, WIDE)
-    else:
-        return tl.minimum(v * inverse * inverse, WIDE)
+    return tl.minimum(v * inverse * inverse, WIDE)
 
 
 @triton.jit

@@ -31,13 +31,12 @@ def load_drift(mean, at, inside, start, DRIFT: tl.constexpr):
     _, other, rate, sign, decay, sigma, source = mean
     if DRIFT == NO_DRIFT:
         return start
-    else:
-        move = tl.load(other + at, mask=inside, other=0).to(tl.float32)
-        if DRIFT != MOVE:
-            move = rate * (sign * move + decay * start)
-        if DRIFT == NOISY:
-            move = move + sigma * normal_at(source, at)
-        return move
+    move = tl.load(other + at, mask=inside, other=0).to(tl.float32)
+    if DRIFT != MOVE:
+        move = rate * (sign * move + decay * start)
+    if DRIFT == NOISY:
+        move = move + sigma * normal_at(source, at)
+    return move
 
 
 @triton.jit
@@ -45,5 +44,4 @@ def total_of(start, move, DRIFT: tl.constexpr):
     """Return the mean, rounded: near enough to choose a gap."""
     if DRIFT == NO_DRIFT:
         return start
-    else:
-        return start + move
+    return start + move

@@ -35,7 +35,9 @@ def settle_gaps(mean, v, greatest, variances, rows, chunks, old, own, enough, so
     coarse, count = enough, own * 0
     largest = count.to(tl.int64)
     while tl.max(((coarse > own) & (count == 0)).to(tl.int32)) > 0:
-        found, where = find_risks(mean, v, variances, rows, 0, chunks, old, coarse - 1, grid, C, CODES, DRIFT, EACH, TINY)
+        found, where = find_risks(
+            mean, v, variances, rows, 0, chunks, old, coarse - 1, grid, C, CODES, DRIFT, EACH, TINY
+        )
         searching = (coarse > own) & (count == 0)
         count, largest = tl.where(searching, found, count), tl.where(searching, where, largest)
         coarse = tl.where(searching & (found == 0), coarse - 1, coarse)
@@ -109,7 +111,9 @@ def draw_rows(mean, v, variances, rows, first, last, old, own, spoiled, noisy, s
             if EACH:
                 left = variance_in_gaps(tl.load(variances + at, mask=inside, other=0.0), gap, TINY)
             n = draw_simply(x, move, left, amplitude, h[k], xi[k], gap, grid[3], ROUNDING, MOVED, TINY)
-            bits = write(from_gaps(n, gap, TINY), at, inside, spoiled, gap, grid, target, TINY, HAS_VALUES, HAS_CODES, MASKED)
+            bits = write(
+                from_gaps(n, gap, TINY), at, inside, spoiled, gap, grid, target, TINY, HAS_VALUES, HAS_CODES, MASKED
+            )
             most = tl.maximum(most, bits)
     return tl.max(most, 1)[:, None]
 
@@ -139,15 +143,17 @@ def finish_codes(rows, first, last, numbers, most, unit, grid, target, C: tl.con
     start, length = rows
     shift = grid[0]
     own = own_gap(float_of(tl.minimum(most, INFINITY).to(tl.uint32, bitcast=True)), grid)
-    tl.store(target[2] + numbers, (own + shift).to(tl.int8), mask=(length > 0) & (first == 0))
+    tl.store(target[2] + numbers, (own + shift).to(tl.int8), mask=tl.where(first == 0, length, 0) > 0)
     up = tl.minimum(unit - own, 30)
-    if tl.max(tl.where(most == 0, 0, up)) > 0:
+    if tl.max(tl.where(most == 0, 0, up)) > 0:  # seldom
         tl.debug_barrier()  # the codes may have been written by other threads
         for chunk in range(first, last):
             for k in tl.static_range(4):
                 place, inside = places_of(rows, chunk, k, C)
                 code = tl.load(target[1] + start + place, mask=inside, other=0)
-                tl.store(target[1] + start + place, (code.to(tl.int32) << up).to(target[1].dtype.element_ty), mask=inside)
+                tl.store(
+                    target[1] + start + place, (code.to(tl.int32) << up).to(target[1].dtype.element_ty), mask=inside
+                )
 
 
 @triton.jit
@@ -179,7 +185,7 @@ def round_rows(mean, v, variances, rows, numbers, old, source, grid, target, C: 
         enough = tl.where(spoiled, own, sufficient_gap(most, greatest, grid, own))
         careful = is_careful(most, greatest, own, enough, grid, EACH, TINY)
         noisy = tl.max((variance_in_gaps(greatest, gap_of(own, TINY), TINY) > V0).to(tl.int32))
-    if careful > 0:
+    if careful > 0:  # seldom
         E: tl.constexpr = C // 2  # one element a thread: few blocks come here, and registers count
         last = (tl.max(length) + (E - 1)) // E
         decision = settle_gaps(
@@ -198,5 +204,5 @@ def round_rows(mean, v, variances, rows, numbers, old, source, grid, target, C: 
     if HAS_CODES:
         finish_codes(rows, 0, chunks, numbers, tl.where(spoiled, 0, largest), unit, grid, target, C)
         if HAS_VALUES:  # those of a step are finite, and it has no flag
-            if tl.max((spoiled & (length > 0)).to(tl.int32)) > 0:
+            if tl.max((spoiled & (length > 0)).to(tl.int32)) > 0:  # seldom
                 tl.store(target[4], 1)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .generator import bits_of, float_of
+from .generator import bits_of
 from .laws import (
     FAR,
     NORMAL_BOUND,
@@ -20,7 +20,6 @@ from .laws import (
     feasible,
     nearest_to,
     reaches,
-    variance_in_gaps,
 )
 from .means import load_drift, load_start, total_of
 

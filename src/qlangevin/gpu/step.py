@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
 from ..quantization.backend import TensorStep
@@ -16,16 +15,14 @@ from ..quantization.formats import BF16, FP16, FP32, Format
 from ..quantization.qtensor import QTensor
 from ..quantization.random import Key
 from . import means, step_kernels
-from .launch import COUNTERS, ROUNDINGS, block_shape, grid_of, is_tiny, run
+from .grids import grid_of, is_tiny
+from .launch import COUNTERS, ROUNDINGS, block_shape, run
+from .split import LONGEST, TYPES, SplitRun, round_split
 from .step_kernels import GRADIENT_BITS, ROUNDING_BITS, WEIGHT_BITS
 from .tables import Item, Table, make_table
 
 __all__ = ["begin_step", "sgld"]
 
-TYPES = {
-    torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.int8: tl.int8,
-    torch.int16: tl.int16, torch.int32: tl.int32,
-}  # fmt: skip
 _OF_DTYPE = {torch.float32: FP32, torch.bfloat16: BF16, torch.float16: FP16}
 _NO_KEY = Key(0)
 CHECKED = 4096  # gradients that a program looks at
@@ -76,7 +73,17 @@ class StepRun(NamedTuple):
         """Launch a kernel on a table; without flags another pointer stands in for them."""
         flags = table.rows if self.flags is None else self.flags
         constants |= {"FLAGGED": self.flags is not None, "ALIGNED": table.aligned}
-        run(kernel, table.programs, table.rows.device, table.rows, flags, table.count, *numbers, warps=warps, **constants)
+        run(
+            kernel,
+            table.programs,
+            table.rows.device,
+            table.rows,
+            flags,
+            table.count,
+            *numbers,
+            warps=warps,
+            **constants,
+        )
 
     @property
     def numbers(self) -> tuple[float, ...]:
@@ -96,13 +103,20 @@ def sgld(
     run_ = StepRun(rounding, -lr, -1.0 if maximize else 1.0, weight_decay, variance, flags)
     counting = None if slots is None or counts is None or flags is None else Counting(slots, counts, flags)
     each = [_item(t, weights, counting, i) for i, t in enumerate(tensors)]
-    targets = [item if t.accumulator is None else _accumulated(t, item, accumulator) for t, item in zip(tensors, each, strict=True)]
+    targets = [
+        item if t.accumulator is None else _accumulated(t, item, accumulator)
+        for t, item in zip(tensors, each, strict=True)
+    ]
     needs_scratch = gradients is not None and (_is_block(gradients) or any(_is_block(item.format) for item in targets))
     if gradients is not None and needs_scratch:
         rounded = _round_gradients(run_, targets, gradients)
         targets = [item._replace(other=g) for item, g in zip(targets, rounded, strict=True)]
     _update(run_, targets, None if needs_scratch else gradients)
-    later = [item for t, item, target in zip(tensors, each, targets, strict=True) if t.accumulator is not None and target.out is None]
+    later = [
+        item
+        for t, item, target in zip(tensors, each, targets, strict=True)
+        if t.accumulator is not None and target.out is None
+    ]
     if later:
         _round_weights(run_, later, [t.accumulator for t in tensors if t.accumulator is not None])
 
@@ -164,7 +178,10 @@ def _update(run_: StepRun, items: Sequence[Item], gradients: Format | None) -> N
 
 def _signature(item: Item) -> tuple[Any, ...]:
     """Return all that a kernel is compiled for."""
-    grids = [None if f is None else (grid_of(f, item.shape).kind, is_tiny(grid_of(f, item.shape))) for f in (item.format, item.weights)]
+    grids = [
+        None if f is None else (grid_of(f, item.shape).kind, is_tiny(grid_of(f, item.shape)))
+        for f in (item.format, item.weights)
+    ]
     gradient = None if item.other is None else item.other.dtype
     return item.x.dtype, gradient, None if item.out is None else item.out.dtype, *grids
 
@@ -184,16 +201,21 @@ def _launch_elements(run_: StepRun, items: Sequence[Item]) -> None:
     )  # fmt: skip
 
 
-def _launch_blocks(
-    run_: StepRun, items: Sequence[Item], rounding: str, purpose: int, drift: int, codes: bool
-) -> None:
-    """Round blocks: a launch for short blocks and one for long ones."""
+def _launch_blocks(run_: StepRun, items: Sequence[Item], rounding: str, purpose: int, drift: int, codes: bool) -> None:
+    """Round blocks: a launch for short blocks and one for long ones; more for those that programs share."""
     groups: dict[Any, list[Item]] = defaultdict(list)
     for item in items:
-        groups[block_shape(grid_of(item.format or FP32, item.shape).size, many=True)].append(item)
+        size = grid_of(item.format or FP32, item.shape).size
+        groups[None if size > LONGEST else block_shape(size, many=True)].append(item)
     for shape, group in groups.items():
         some = group[0]
         assert some.format is not None and some.out is not None
+        if shape is None:
+            tiny = is_tiny(grid_of(some.format, some.shape))
+            settings = SplitRun(run_.launch, run_.numbers, ROUNDINGS[rounding], purpose, drift, tiny)
+            shared = [item._replace(out=None, codes=item.out) if codes else item for item in group]
+            round_split(settings, shared, codes and some.out is some.x)
+            continue
         blocks = [item.format.block_count(item.shape) for item in group if item.format is not None]
         table = make_table(group, [triton.cdiv(n, shape.rows) for n in blocks])
         other = some.x if some.other is None else some.other

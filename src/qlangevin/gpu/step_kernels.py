@@ -26,6 +26,7 @@ class Row(IntEnum):
     """Columns of a table."""
 
     X, OTHER, OUT, EXPONENTS, NUMEL, KEY, STEP, COUNT, FIRST, BLOCKS, LINE, SIZE, SLOT = range(13)
+    CODES_OUT, VARIANCES, POSITIVE, SPOILED, STATS = range(13, 18)  # of blocks that programs share
     GRID = auto()  # nine numbers each
     GRADIENTS = GRID + 9
     WEIGHTS = GRADIENTS + 9
@@ -35,6 +36,8 @@ class Row(IntEnum):
 X, OTHER, OUT, EXPONENTS = (tl.constexpr(int(i)) for i in (Row.X, Row.OTHER, Row.OUT, Row.EXPONENTS))
 NUMEL, KEY, STEP, COUNT, FIRST = (tl.constexpr(int(i)) for i in (Row.NUMEL, Row.KEY, Row.STEP, Row.COUNT, Row.FIRST))
 BLOCKS, LINE, SIZE, SLOT = (tl.constexpr(int(i)) for i in (Row.BLOCKS, Row.LINE, Row.SIZE, Row.SLOT))
+CODES_OUT, VARIANCES, POSITIVE = (tl.constexpr(int(i)) for i in (Row.CODES_OUT, Row.VARIANCES, Row.POSITIVE))
+SPOILED, STATS = tl.constexpr(int(Row.SPOILED)), tl.constexpr(int(Row.STATS))
 GRID, GRADIENTS, WEIGHTS, WIDTH = (tl.constexpr(int(i)) for i in (Row.GRID, Row.GRADIENTS, Row.WEIGHTS, Row.WIDTH))
 CLEAR = tl.constexpr(NO_ERROR)
 ROUNDING_BITS, GRADIENT_BITS, WEIGHT_BITS = (tl.constexpr(p) for p in (random.ROUNDING, random.GRADIENT, random.WEIGHT))
@@ -45,7 +48,7 @@ def find_row(table, count):
     """Return the row of the tensor that this program works on, and the number of the program among those of the tensor."""
     pid = tl.program_id(0)
     low, high = 0, count
-    while high - low > 1:
+    while high - low > 1:  # times 6: a ResNet-18 has 62 tensors
         middle = (low + high) // 2
         if tl.load(table + middle * WIDTH + FIRST) <= pid:
             low = middle
@@ -97,8 +100,7 @@ def is_clear(flags, FLAGGED: tl.constexpr):
         if tl.program_id(0) == 0:
             tl.store(flags + 1, now)
         return now == CLEAR
-    else:
-        return tl.program_id(0) >= 0
+    return tl.program_id(0) >= 0
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -111,7 +113,7 @@ def begin(table, flags, count, TYPE: tl.constexpr, ALIGNED: tl.constexpr, E: tl.
             tl.store(counted, tl.load(counted) + 1)
     at = part.to(tl.int64) * E + tl.arange(0, E)
     g = tl.load(pointer(row, X, TYPE, ALIGNED) + at, mask=at < tl.load(row + NUMEL), other=0).to(tl.float32)
-    if tl.max((bits_of(tl.abs(g)) >= 0x7F800000).to(tl.int32)) > 0:
+    if tl.max((bits_of(tl.abs(g)) >= 0x7F800000).to(tl.int32)) > 0:  # seldom
         tl.atomic_min(flags, tl.load(row + SLOT).to(tl.int32))
 
 
@@ -121,10 +123,9 @@ def load_theta(x, at, inside, grid, KIND: tl.constexpr, CODES: tl.constexpr, TIN
     loaded = tl.load(x + at, mask=inside, other=0)
     if not CODES:
         return loaded.to(tl.float32)
-    elif KIND == FIXED:
+    if KIND == FIXED:
         return from_gaps(loaded.to(tl.float32), gap_of(grid[1], TINY), TINY)
-    else:
-        return float_value(loaded, grid, x.dtype.element_ty.primitive_bitwidth)
+    return float_value(loaded, grid, x.dtype.element_ty.primitive_bitwidth)
 
 
 @triton.jit
@@ -175,13 +176,17 @@ def step_elements(
             theta = load_theta(x, at, inside, grid, KIND, CODES, TINY)
             move = tl.load(g + at, mask=inside, other=0).to(tl.float32)
             if Q_G != NONE:
-                move = round_element(move, move, 0.0, bits_g[k], move, load_grid(row, GRADIENTS), Q_G, STOCHASTIC, False, TINY_G)
+                move = round_element(
+                    move, move, 0.0, bits_g[k], move, load_grid(row, GRADIENTS), Q_G, STOCHASTIC, False, TINY_G
+                )
             move = rate * (sign * move + decay * theta)
             if ROUNDING != CORRECTED:
                 if noisy:
                     move = move + sigma * xi[k]
             if CODES and KIND == FIXED and not TINY and ROUNDING != NEAREST:
-                new = round_code(tl.load(x + at, mask=inside, other=0).to(tl.float32), move, v, h[k], xi[k], grid, ROUNDING)
+                new = round_code(
+                    tl.load(x + at, mask=inside, other=0).to(tl.float32), move, v, h[k], xi[k], grid, ROUNDING
+                )
                 tl.store(x + at, new.to(TYPE), mask=inside)
             else:
                 value = round_moved(theta, move, v, h[k], xi[k], grid, KIND, ROUNDING, TINY)
@@ -200,8 +205,7 @@ def round_moved(theta, move, v, h, xi, grid, KIND: tl.constexpr, ROUNDING: tl.co
     if ROUNDING == NEAREST:
         total = theta + move
         return round_element(total, total, v, h, xi, grid, KIND, NEAREST, False, TINY)
-    else:
-        return round_element(theta, move, v, h, xi, grid, KIND, ROUNDING, True, TINY)
+    return round_element(theta, move, v, h, xi, grid, KIND, ROUNDING, True, TINY)
 
 
 @triton.jit(do_not_specialize=["count"])

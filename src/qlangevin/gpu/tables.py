@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..quantization.formats import Format, KernelGrid
 from ..quantization.random import Key
-from .launch import grid_numbers, grid_of
+from .grids import grid_numbers, grid_of
 from .step_kernels import Row
 
 __all__ = ["Item", "Table", "make_table"]
@@ -36,6 +36,11 @@ class Item(NamedTuple):
     gradients: Format | None = None
     weights: Format | None = None
     slot: int = 0
+    codes: Tensor | None = None  # these five of blocks that programs share
+    variances: Tensor | None = None
+    positive: Tensor | None = None
+    spoiled: Tensor | None = None
+    stats: Tensor | None = None
     count: int = 0  # the address of the number of the step on the device; 0: that of the key
 
 
@@ -72,13 +77,18 @@ def make_table(items: Sequence[Item], per_program: Sequence[int]) -> Table:
 def _row(item: Item, first: int) -> tuple[int, ...]:
     grid = KernelGrid() if item.format is None else grid_of(item.format, item.shape)
     blocks = 0 if item.format is None else item.format.block_count(item.shape)
-    addresses = (t.data_ptr() if t is not None else 0 for t in (item.x, item.other, item.out, item.exponents))
+    addresses = _addresses(item.x, item.other, item.out, item.exponents)
+    shared = _addresses(item.codes, item.variances, item.positive, item.spoiled, item.stats)
     low, high = item.key.bits
     key, step = (n - (n >> 63 << 64) for n in (low | high << 32, item.key.step))
     return (
         *addresses, item.x.numel(), key, 0 if item.count else step, item.count, first, blocks, grid.line, grid.size, item.slot,
-        *_grid_row(item.format, item.shape), *_grid_row(item.gradients, item.shape), *_grid_row(item.weights, item.shape),
+        *shared, *_grid_row(item.format, item.shape), *_grid_row(item.gradients, item.shape), *_grid_row(item.weights, item.shape),
     )  # fmt: skip
+
+
+def _addresses(*tensors: Tensor | None) -> list[int]:
+    return [0 if t is None else t.data_ptr() for t in tensors]
 
 
 def _upload(rows: tuple[tuple[int, ...], ...], device: torch.device) -> Tensor:

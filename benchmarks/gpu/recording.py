@@ -1,0 +1,159 @@
+"""``python -m benchmarks.gpu.recording FILE``: record the launches of all that has a GPU kernel, as Triton specialises them.
+
+This runs in Triton's interpreter: the library does its work on small CPU tensors, and every launch is written down with the
+types, constants and alignments that Triton would compile a kernel for. `read` gives them back, to be compiled in another process,
+because interpreter and compiler exclude each other.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+__all__ = ["Launch", "Recorded", "read", "record", "record_in_child"]
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch, without its numbers: a `Specialisation`."""
+
+    name: str
+    module: str
+    function: str
+    signature: dict[str, str]
+    constexprs: dict[str, Any]
+    aligned: list[int]  # places of arguments that are divisible by 16
+    num_warps: int
+    programs: int
+    row: int = 0  # elements of a block, if the operation has blocks
+    bytes_per_element: float = 0.0  # of the whole operation, which may be several launches
+
+    @property
+    def kernel(self) -> Any:
+        return getattr(importlib.import_module(self.module), self.function)
+
+    @property
+    def attrs(self) -> dict[tuple[int, ...], list[list[Any]]]:
+        return {(place,): [["tt.divisibility", 16]] for place in self.aligned}
+
+    @property
+    def elements_per_program(self) -> int:
+        """By the names that constants have in the kernels: R blocks, or C counters of four elements each, or E elements."""
+        rows = self.constexprs.get("R")
+        return rows * self.row if rows and self.row else self._chunk * (rows or 1)
+
+    @property
+    def passes(self) -> int:
+        return -(-self.row // self._chunk) if self.row and "R" in self.constexprs else 1
+
+    @property
+    def _chunk(self) -> int:
+        """The elements of a block that one pass of a loop handles."""
+        return int(self.constexprs.get("E", 0)) or 4 * int(self.constexprs["C"])
+
+    @property
+    def identity(self) -> str:
+        """What makes Triton compile a kernel of its own."""
+        parts = (self.module, self.function, self.signature, self.constexprs, self.aligned, self.num_warps)
+        return json.dumps(parts, sort_keys=True, default=str)
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """An operation of the library: its launches, and the bytes that it has to read and write for each element."""
+
+    name: str
+    bytes: float
+    launches: list[Launch]
+
+
+@contextmanager
+def record() -> Iterator[list[Launch]]:
+    """Write down all launches within this context, while the interpreter runs them."""
+    from triton.runtime import interpreter
+
+    launches: list[Launch] = []
+    function: Any = interpreter.InterpretedFunction
+    run = function.run
+
+    def recording(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        launches.append(_launch_of(self, grid, args, kwargs))
+        return run(self, *args, grid=grid, warmup=warmup, **kwargs)
+
+    function.run = recording
+    try:
+        yield launches
+    finally:
+        function.run = run
+
+
+def _launch_of(kernel: Any, grid: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Launch:
+    """Specialise the arguments as a launch on a GPU does: Triton's own function says how."""
+    from triton._C.libtriton import native_specialize_impl
+    from triton.backends.compiler import BaseBackend
+
+    given = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
+    parameters = kernel.fn.__annotations__
+    plain = kernel.kwargs.get("do_not_specialize") or ()
+    signature, constexprs, aligned = {}, {}, []
+    for place, name in enumerate(kernel.arg_names):
+        value = given[name]
+        if "constexpr" in str(parameters.get(name, "")):
+            signature[name], constexprs[name] = "constexpr", getattr(value, "value", value)
+            continue
+        type_, key = native_specialize_impl(BaseBackend, value, False, name not in plain and place not in plain, True)
+        signature[name] = type_
+        if type_ == "constexpr":
+            constexprs[name] = key
+        elif key == "D":
+            aligned.append(place)
+    programs = grid[0] if isinstance(grid, tuple) else 0
+    return Launch(
+        kernel.fn.__name__, kernel.fn.__module__, kernel.fn.__name__, signature, constexprs, aligned,
+        int(kwargs.get("num_warps", 4)), programs,
+    )  # fmt: skip
+
+
+def record_in_child(quick: bool) -> list[Recorded]:
+    """Record all operations, or the most important ones, in a process with the interpreter."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "launches.json"
+        command = [sys.executable, "-m", "benchmarks.gpu.recording", str(file), *(["--quick"] if quick else [])]
+        variables = {"TRITON_INTERPRET": "1", "TRITON_CACHE_DIR": folder}
+        subprocess.run(command, env=os.environ | variables, check=True)
+        return read(file)
+
+
+def read(file: Path) -> list[Recorded]:
+    """Return what `main` wrote; constants may be Triton's dtypes."""
+    from triton.language import dtype
+
+    written = json.loads(
+        file.read_text(encoding="utf-8"), object_hook=lambda d: dtype(d["dtype"]) if d.keys() == {"dtype"} else d
+    )
+    return [Recorded(name, size, [Launch(**launch) for launch in launches]) for name, size, launches in written]
+
+
+def main(file: Path, quick: bool) -> None:
+    """Run the operations and write their launches."""
+    from .operations import operations
+
+    found = []
+    for operation in operations(quick):
+        with record() as launches:
+            operation.run()
+        found.append((operation.name, operation.bytes, [vars(launch) | {"row": operation.row} for launch in launches]))
+    file.write_text(json.dumps(found, default=lambda dtype: {"dtype": dtype.name}), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), "--quick" in sys.argv)

@@ -1,0 +1,32 @@
+"""All comparisons, in the order in which they are worth most: if time runs out, the last are left out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from .comparing import Comparison, Place, compare
+from .operations import Shapes, code_cases, corrected_cases, quantize_cases
+from .training import chain_cases, network_cases, step_cases
+
+__all__ = ["comparisons"]
+
+# Rows shorter and longer than a warp and than a program, tensors that end in the middle of one, a vector.
+LARGE: Shapes = ((5, 577), (3, 64), (2, 4099), (1025,))
+SMALL: Shapes = ((3, 77), (65,))
+TINY: Shapes = ((3, 20),)
+
+
+def comparisons(place: Place, quick: bool, until: float) -> Iterator[Comparison]:
+    """Yield the results of all comparisons; those that would begin after ``until`` are counted as left out."""
+    gpu = place.path == "kernels"
+    shapes = TINY if quick else LARGE if gpu else SMALL
+    layers = (*shapes, (8, 3, 3, 3))
+    yield compare("quantize, nearest", quantize_cases("nearest", shapes), place, until)
+    yield compare("quantize, stochastic", quantize_cases("stochastic", shapes), place, until)
+    yield compare("corrected", corrected_cases(shapes), place, until)
+    yield compare("encode, decode", code_cases(shapes), place, until)
+    yield compare("SGLD.step", step_cases(layers, quick), place, until)
+    yield compare("lowered, packed network", network_cases(256 if gpu else 8), place, until)
+    yield compare(
+        "lowered, packed ResNet, its chain", chain_cases(16 if gpu else 2, 3 if gpu else 1, place), place, until
+    )
