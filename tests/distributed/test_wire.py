@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import qlangevin as ql
 from qlangevin.distributed import Ranks, Wire, replicate
 from tests.helpers import chains
-from tests.helpers.deferred_kernels import NoWaiting, deferred_cpu
+from tests.helpers.deferred_layers import NoWaiting, deferred_cpu
 from tests.helpers.process_groups import run_on_ranks
 
 pytestmark = pytest.mark.distributed

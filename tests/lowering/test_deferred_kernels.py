@@ -14,7 +14,7 @@ import qlangevin as ql
 from qlangevin import native
 from qlangevin.lowering import plain_tensors
 from qlangevin.lowering.saved_tensors import SavedAsCodes, SavedCodes
-from tests.helpers.deferred_kernels import DeferredKernels, NoWaiting, deferred_cpu
+from tests.helpers.deferred_layers import DeferredKernels, NoWaiting, deferred_cpu
 from tests.helpers.networks import CASES, build, gradients, same_gradients
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import qlangevin as ql
 from qlangevin import lowering
 from qlangevin.lowering import graph_count, operator
-from tests.helpers.deferred_kernels import DeferredKernels, NoWaiting, deferred_cpu
+from tests.helpers.deferred_layers import DeferredKernels, NoWaiting, deferred_cpu
 from tests.helpers.networks import gradients, same_gradients, two_linear
 
 

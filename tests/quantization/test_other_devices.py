@@ -17,7 +17,7 @@ from qlangevin.quantization.code_memory import _is_usual, code_layout
 from qlangevin.quantization.codes import decode_values
 from qlangevin.quantization.laws import Mean
 from qlangevin.quantization.operators import draw
-from tests.helpers.deferred_kernels import DeferredKernels, deferred_cpu
+from tests.helpers.deferred_layers import DeferredKernels, deferred_cpu
 from tests.helpers.qtensors import coded
 
 

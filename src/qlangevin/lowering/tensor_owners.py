@@ -50,9 +50,10 @@ def calibrate_refcounts() -> None:
     """Measure the counts of an error that only autograd holds, in this version of PyTorch and Python."""
     if not _counts:
         with _disable_current_modes(), torch.enable_grad():
-            y: Any = _Probe.apply(torch.ones(2, requires_grad=True))  # type: ignore[no-untyped-call]
+            one = torch.ones(2, device="cpu")  # whatever the default device is
+            y: Any = _Probe.apply(one.clone().requires_grad_())  # type: ignore[no-untyped-call]
             y.register_hook(_ProbeHook())
-            (y * torch.ones(2)).backward(torch.ones(2))
+            (y * one).backward(torch.ones(2, device="cpu"))
 
 
 def _record_counts(e: Tensor, receiver: Receiver) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from .formats import Format
 from .random import Key
 
-__all__ = ["Kernels", "TensorStep", "kernels_for", "register", "suspended", "unregister"]
+__all__ = ["Kernels", "TensorStep", "is_deferred", "kernels_for", "register", "suspended", "unregister"]
 
 
 class TensorStep(NamedTuple):
@@ -120,6 +120,11 @@ def register(device_type: str, kernels: Kernels) -> None:
 def unregister(device_type: str) -> Kernels | None:
     """Remove and return the kernels of a type of device."""
     return _backends.pop(device_type, None)
+
+
+def is_deferred(device_type: str) -> bool:
+    """Return True if a type of device has kernels that the host must not wait for."""
+    return device_type in _backends and _backends[device_type].deferred
 
 
 class _Suspension:
