@@ -28,7 +28,7 @@ from .rows import may_leave
 
 @triton.jit
 def draw_simply(start, move, s, amplitude, h, xi, gap, top, HOW: tl.constexpr):
-    """Return codes on one gap if no element needs a choice of its own: s <= 1/4 is the variance, after noise of this amplitude."""
+    """Return codes on one gap if no element needs a choice of its own: the variance is s <= 1/4 after noise of this amplitude."""
     if HOW.rounding == NEAREST:
         return bounded(nearest_integer(in_gaps(total_of(start, move, HOW), gap, HOW.tiny)), -top, top)
     integer, rest = mean_point(start, move, gap, HOW)

@@ -1,8 +1,8 @@
 """Blocks that share an exponent: decisions about a block before it is drawn. The functions of `quantization.block_rounding`.
 
 Nearly all blocks are drawn on the gap that their largest number sets. A block some of whose outcomes might not fit there needs
-the two gaps, fine and coarse, of `block_rounding`; a program finds them by passes over the block (`find_risks`, `find_landings`) and
-decides (`decide`). A decision is a tuple of columns
+the two gaps, fine and coarse, of `block_rounding`: a program finds them by passes over the block (`find_risks`, `find_landings`),
+and decides (`decide`). A decision is a tuple of columns
 
     (fine, coarse, is_coarse, tossed, spared, q, place, last)
 

@@ -1,7 +1,7 @@
 """Kernels that work on one tensor: rounding, with and without codes, and codes alone. Launched by `gpu.launch`.
 
-Numbers of a grid, the key and the step come as arguments. A step can also be a pointer to an int64 (ON_DEVICE), so that a CUDA graph
-reads it anew each time it is replayed.
+Numbers of a grid, the key and the step come as arguments. A step can also be a pointer to an int64 (ON_DEVICE), so that a CUDA
+graph reads it anew each time it is replayed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ def source_of(key0, key1, step0, step1, step, ON_DEVICE: tl.constexpr):
 def quantize_elements(
     x, other, variances, out, codes, positive, spoiled, step, numel, key0, key1, step0, step1, v, shift, min_gap, max_gap, top,
     low, high, fit, fit_three, fit_noise, KIND: tl.constexpr, ROUNDING: tl.constexpr, PURPOSE: tl.constexpr, MOVED: tl.constexpr,
-    EACH: tl.constexpr, TINY: tl.constexpr, HAS_CODES: tl.constexpr, MASKED: tl.constexpr, ON_DEVICE: tl.constexpr, C: tl.constexpr,
+    EACH: tl.constexpr, TINY: tl.constexpr, HAS_CODES: tl.constexpr, MASKED: tl.constexpr, ON_DEVICE: tl.constexpr,
+    C: tl.constexpr,
 ):  # fmt: skip
     """Round the elements of a tensor, each on its own: C counters, that is 4 C elements, in a program."""
     source = source_of(key0, key1, step0, step1, step, ON_DEVICE)

@@ -132,7 +132,8 @@ def _round(
 
 def _round_split(
     x: Tensor, out: Tensor | None, format: Format, rounding: str, key: Key, purpose: int, variance: Tensor | None,
-    move: Tensor | None, positive: Tensor | None, codes: tuple[Tensor, Tensor] | None, spoiled: Tensor | None, step: Tensor | None,
+    move: Tensor | None, positive: Tensor | None, codes: tuple[Tensor, Tensor] | None, spoiled: Tensor | None,
+    step: Tensor | None,
 ) -> None:  # fmt: skip
     """Round blocks that programs share; a table has the one tensor."""
     each = variance is not None and variance.dim() > 0

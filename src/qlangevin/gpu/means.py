@@ -1,9 +1,9 @@
 """Means that are rounded: where a number is, and its drift, read from memory. `Mean` of `quantization.laws`.
 
-A mean is a tuple (x, other, old, v, variances, source, rate, sign, decay, sigma). ``x`` points to numbers, or to codes in units of
-the gap ``old``. With drift = MOVE ``other`` points to the drift itself; with GRADIENT to the gradient g of a step, whose drift is
-δ = rate (sign g + decay θ); with NOISY to the same, and the drift is δ + sigma ξ, as naive rounding has it. v is the variance of Q^vc,
-or ``variances`` points to one for each element.
+A mean is a tuple (x, other, old, v, variances, source, rate, sign, decay, sigma). ``x`` points to numbers, or to codes in units
+of the gap ``old``. With drift = MOVE ``other`` points to the drift itself; with GRADIENT to the gradient g of a step, whose drift
+is δ = rate (sign g + decay θ); with NOISY to the same, and the drift is δ + sigma ξ, as naive rounding has it. v is the variance
+of Q^vc, or ``variances`` points to one for each element.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Rounding of whole blocks by one program: the passes of `rows` and `blocks` over R blocks, then their draws.
 
-``target`` is a tuple (values, codes, exponents, positive, spoiled) of pointers; HOW.values, HOW.coded and HOW.masked tell which are used.
+``target`` is a tuple (values, codes, exponents, positive, spoiled) of pointers; HOW tells which of them are used.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .rows import (
 
 @triton.jit
 def settle_gaps(mean, greatest, rows, chunks, own, enough, grid, HOW: tl.constexpr, C: tl.constexpr):
-    """Return the decision on each block: search the least gap on which all outcomes fit, downwards from one that is sufficient."""
+    """Return the decision on each block: search the least gap on which all outcomes fit, downwards from a sufficient one."""
     start, length = rows
     coarse, count = enough, own * 0
     largest = count.to(tl.int64)
@@ -75,7 +75,7 @@ def write(value, at, inside, spoiled, unit, grid, target, HOW: tl.constexpr):
 
 @triton.jit
 def draw_rows(mean, rows, first, last, own, spoiled, noisy, grid, target, HOW: tl.constexpr, C: tl.constexpr):
-    """Draw blocks for which `draw_simply` does, on the gap that their largest number sets; return their largest |value|, as bits."""
+    """Draw blocks for which `draw_simply` does, on the gap of their largest number; return their largest |value|, as bits."""
     start, _ = rows
     gap = gap_of(own, HOW.tiny)
     s = variance_in_gaps(mean[3], gap, HOW.tiny)
@@ -105,7 +105,7 @@ def draw_rows(mean, rows, first, last, own, spoiled, noisy, grid, target, HOW: t
 
 @triton.jit
 def draw_rows_decided(mean, rows, first, last, decision, spoiled, grid, target, HOW: tl.constexpr, C: tl.constexpr):
-    """Draw any blocks, after the decision on them. Codes are in units of the gap that a block landed on: `finish_codes` follows."""
+    """Draw any blocks, after the decision on them. Codes are in units of the gap a block landed on: `finish_codes` follows."""
     start, _ = rows
     unit = gap_of(tl.where(decision[2], decision[1], decision[0]), HOW.tiny)
     most = tl.zeros([start.shape[0], C], tl.int32)
@@ -122,7 +122,7 @@ def draw_rows_decided(mean, rows, first, last, decision, spoiled, grid, target, 
 
 @triton.jit
 def finish_codes(rows, first, last, numbers, most, unit, grid, target, C: tl.constexpr):
-    """Write exponents of blocks that have these numbers in the tensor, and codes anew where the largest value sets a lower one."""
+    """Write exponents of blocks that have these numbers in the tensor, and codes anew where their largest value sets another."""
     start, length = rows
     shift = grid[0]
     own = own_gap(float_of(tl.minimum(most, INFINITY).to(tl.uint32, bitcast=True)), grid)

@@ -54,7 +54,7 @@ def places_of(rows, chunk, k, C: tl.constexpr):
 
 @triton.jit
 def in_order(rows, chunk, C: tl.constexpr):
-    """Return (place, inside) of a chunk of C elements in a row, for passes that few blocks need: they may draw bits one by one."""
+    """Return (place, inside) of a chunk of C elements in a row, for passes that few blocks need: these draw bits one by one."""
     _, length = rows
     place = chunk * C + tl.arange(0, C)[None, :]
     return place, place < length

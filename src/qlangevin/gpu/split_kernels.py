@@ -6,9 +6,9 @@
     draw       decide on each block, and draw it
     finish     exponents of codes
 
-Programs of one pass meet in the statistics of the block, a row of `Stat`, by atomic operations whose order does not matter. `sufficient_gap`
-is less than twice too large or a power of two above that, so the least gap is found among three: on a gap eight times smaller
-the largest mean, or the noise, does not fit (docs/gpu.md has the proof).
+Programs of one pass meet in the statistics of the block, a row of `Stat`, by atomic operations whose order does not matter. The
+least gap is among the three below `sufficient_gap`: on a gap eight times smaller the largest mean, or the noise, does not fit
+(docs/gpu.md has the proof).
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ EACH_V, RESULT, UNIT, STATS_WIDTH = (tl.constexpr(int(i)) for i in (Stat.V, Stat
 
 @triton.jit
 def piece_of(table, count, PIECE: tl.constexpr, C: tl.constexpr):
-    """Return the row of a tensor, the number of a block as a column, the block, its statistics, and the chunks of this program."""
+    """Return the row of a tensor, the number of a block, the block, its statistics, and the chunks of this program."""
     row, part = find_row(table, count)
     line, size = tl.load(row + LINE).to(tl.int32), tl.load(row + SIZE).to(tl.int32)
     pieces = ((size + 126) // 64 + (PIECE * (C // 16) - 1)) // (PIECE * (C // 16))

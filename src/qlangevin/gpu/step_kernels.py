@@ -1,8 +1,8 @@
-"""Kernels that step many tensors in one launch: theta' = Q(theta + drift, v), drift = -lr (Q_G(g) + λ theta). See `sampling.step.update`.
+"""Kernels that step many tensors in one launch: θ' = Q(θ + δ, v), δ = -lr (Q_G(g) + λ θ). See `sampling.step.update`.
 
-A table has a row of int64 for each tensor, in the order of `Row`: addresses, sizes, the key, and the numbers of its grids, floats as
-their bits. Row i has the programs from its FIRST to that of the next. ``flags`` are two int32, (now, before): NONE, or the number of the
-first tensor whose gradient is not finite, in this step and in the steps before. A step is taken only if there is none.
+A table has a row of int64 for each tensor, in the order of `Row`: addresses, sizes, the key, and the numbers of its grids, floats
+as their bits. Row i has the programs from its FIRST to that of the next. ``flags`` are two int32, (now, before): NO_ERROR, or the
+number of the first tensor whose gradient is not finite, in this step and in those before. A step is taken only if there is none.
 """
 
 from __future__ import annotations
@@ -227,8 +227,8 @@ def step_blocks(
 
 
 @triton.jit
-def load_mean(row, numbers, inside, grid, rate, sign, decay, v, TYPE: tl.constexpr, OTHER_TYPE: tl.constexpr, ALIGNED: tl.constexpr,
-              HOW: tl.constexpr):  # fmt: skip
+def load_mean(row, numbers, inside, grid, rate, sign, decay, v, TYPE: tl.constexpr, OTHER_TYPE: tl.constexpr,
+              ALIGNED: tl.constexpr, HOW: tl.constexpr):  # fmt: skip
     """Return the means of blocks that have these numbers in their tensor: see `means`."""
     old = numbers * 0
     if HOW.codes:
@@ -243,7 +243,8 @@ def load_mean(row, numbers, inside, grid, rate, sign, decay, v, TYPE: tl.constex
 @triton.jit(do_not_specialize=["count"])
 def round_elements(
     table, flags, count, TYPE: tl.constexpr, OUT_TYPE: tl.constexpr, OUT_CODES: tl.constexpr, KIND: tl.constexpr,
-    TINY: tl.constexpr, ROUNDING: tl.constexpr, PURPOSE: tl.constexpr, FLAGGED: tl.constexpr, ALIGNED: tl.constexpr, C: tl.constexpr,
+    TINY: tl.constexpr, ROUNDING: tl.constexpr, PURPOSE: tl.constexpr, FLAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    C: tl.constexpr,
 ):  # fmt: skip
     """Round numbers of tensors in which every element stands alone."""
     clear = is_clear(flags, FLAGGED)

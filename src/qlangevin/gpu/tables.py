@@ -82,8 +82,9 @@ def _row(item: Item, first: int) -> tuple[int, ...]:
     low, high = item.key.bits
     key, step = (n - (n >> 63 << 64) for n in (low | high << 32, item.key.step))
     return (
-        *addresses, item.x.numel(), key, 0 if item.counted else step, item.counted, first, blocks, grid.line, grid.size, item.slot,
-        *shared, *_grid_row(item.format, item.shape), *_grid_row(item.gradients, item.shape), *_grid_row(item.weights, item.shape),
+        *addresses, item.x.numel(), key, 0 if item.counted else step, item.counted, first, blocks, grid.line, grid.size,
+        item.slot, *shared, *_grid_row(item.format, item.shape), *_grid_row(item.gradients, item.shape),
+        *_grid_row(item.weights, item.shape),
     )  # fmt: skip
 
 
