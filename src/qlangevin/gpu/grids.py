@@ -10,7 +10,7 @@ import torch
 from ..quantization.formats import Format, KernelGrid
 from ..quantization.laws import SLACK
 
-__all__ = ["grid_numbers", "grid_of", "is_tiny"]
+__all__ = ["grid_numbers", "grid_of", "is_aligned", "is_tiny"]
 
 
 @lru_cache(maxsize=4096)
@@ -28,3 +28,8 @@ def grid_numbers(grid: KernelGrid) -> tuple[Any, ...]:
 def is_tiny(grid: KernelGrid) -> bool:
     """Return True if some gaps, or their inverses, are no normal numbers."""
     return grid.min_gap < -100 or grid.max_gap > 100
+
+
+def is_aligned(grid: KernelGrid) -> bool:
+    """Return True if all blocks begin at multiples of 64 elements."""
+    return grid.line % 64 == 0 and (grid.size % 64 == 0 or grid.size == grid.line)

@@ -86,9 +86,14 @@ def encode_element(value, grid, KIND: tl.constexpr, TINY: tl.constexpr, BITS: tl
 
 
 @triton.jit
-def rows_of(blocks, line, size, R: tl.constexpr):
-    """Return the numbers of the blocks of this program, and (start, length); lines are cut into blocks, the last shorter."""
+def rows_of(blocks, line, size, R: tl.constexpr, ALIGNED: tl.constexpr):
+    """Return the numbers of the blocks of this program, and (start, length); lines are cut into blocks, the last shorter.
+
+    Lengths of ALIGNED lines and blocks come in units of 64, so that the compiler knows that they are multiples of it.
+    """
     number = tl.program_id(0) * R + tl.arange(0, R)[:, None]
+    if ALIGNED:
+        line, size = line * 64, size * 64
     pieces = (line + size - 1) // size
     begin = number % pieces * size
     start = (number // pieces).to(tl.int64) * line + begin
@@ -104,7 +109,7 @@ def quantize_blocks(
     """Round blocks of a tensor, R in a program."""
     source = source_of(key0, key1, step0, step1, step, ON_DEVICE)
     grid = (shift, min_gap, max_gap, top, low, high, fit, fit_three, fit_noise)
-    numbers, rows = rows_of(blocks, line, size, R)
+    numbers, rows = rows_of(blocks, line, size, R, HOW.aligned)
     mean = (x, other, gap_of(numbers * 0, False), v, variances, source, 0.0, 0.0, 0.0, 0.0)
     round_rows(mean, rows, numbers, grid, (out, codes, exponents, positive, spoiled), HOW, C)
 
@@ -134,17 +139,17 @@ def encode_elements(
 @triton.jit(do_not_specialize=["blocks", "line", "size"])
 def encode_blocks(
     x, out, codes, exponents, spoiled, blocks, line, size, shift, min_gap, max_gap, top, low, high, fit, fit_three, fit_noise,
-    TINY: tl.constexpr, RELU: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+    TINY: tl.constexpr, RELU: tl.constexpr, ALIGNED: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """The same for blocks, R in a program."""
     grid = (shift, min_gap, max_gap, top, low, high, fit, fit_three, fit_noise)
-    numbers, rows = rows_of(blocks, line, size, R)
+    numbers, rows = rows_of(blocks, line, size, R, ALIGNED)
     start, length = rows
     chunks = chunk_count(rows, C)
     most = tl.zeros([R, C], tl.int32)
     for chunk in range(chunks):
         for k in tl.static_range(4):
-            place, inside = places_of(rows, chunk, k, C)
+            place, inside = places_of(rows, chunk, k, C, ALIGNED)
             value = load_positive(x, start + place, inside, RELU)
             most = tl.maximum(most, bits_of(tl.abs(value)).to(tl.int32, bitcast=True))
     largest = tl.max(most, 1)[:, None]
@@ -157,7 +162,7 @@ def encode_blocks(
     tl.store(exponents + numbers, (own + shift).to(tl.int8), mask=length > 0)
     for chunk in range(chunks):
         for k in tl.static_range(4):
-            place, inside = places_of(rows, chunk, k, C)
+            place, inside = places_of(rows, chunk, k, C, ALIGNED)
             value = load_positive(x, start + place, inside, RELU)
             tl.store(codes + start + place, integer_code(value, gap, TINY).to(codes.dtype.element_ty), mask=inside)
             if RELU:
@@ -199,10 +204,11 @@ def decode_elements(
 
 @triton.jit(do_not_specialize=["blocks", "line", "size"])
 def decode_blocks(
-    codes, exponents, out, spoiled, blocks, line, size, shift, FLAGGED: tl.constexpr, R: tl.constexpr, C: tl.constexpr
-):
+    codes, exponents, out, spoiled, blocks, line, size, shift, FLAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    R: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
     """The same for blocks, R in a program; programs along the second axis share them."""
-    numbers, rows = rows_of(blocks, line, size, R)
+    numbers, rows = rows_of(blocks, line, size, R, ALIGNED)
     start, length = rows
     # An exponent that no block has, in a damaged file say, may be below those of float32.
     e = tl.load(exponents + numbers, mask=length > 0, other=0).to(tl.int32) - shift

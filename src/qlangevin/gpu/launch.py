@@ -10,10 +10,10 @@ import torch
 import triton
 from torch import Tensor
 
-from ..quantization.formats import FP32, Format, GridKind
+from ..quantization.formats import FP32, Format, GridKind, KernelGrid
 from ..quantization.random import Key
 from . import kernels, split
-from .grids import grid_numbers, grid_of, is_tiny
+from .grids import grid_numbers, grid_of, is_aligned, is_tiny
 from .means import MOVE, NO_DRIFT, How
 from .tables import Item, Table
 
@@ -38,6 +38,12 @@ def block_shape(length: int, many: bool = False) -> BlockShape:
     if length > 16384:
         return BlockShape(1, 1024, 16)
     return BlockShape(4, 64, 4) if many or length <= 2048 else BlockShape(1, 256, 4)
+
+
+def lengths(grid: KernelGrid) -> tuple[int, int]:
+    """Return the lengths of lines and blocks, in units of 64 if they are multiples of it."""
+    unit = 64 if is_aligned(grid) else 1
+    return grid.line // unit, grid.size // unit
 
 
 def run(
@@ -123,10 +129,13 @@ def _round(
         return
     shape, blocks = block_shape(grid.size), format.block_count(x.shape)
     drift = (NO_DRIFT if move is None else MOVE).value
-    how = How(ROUNDINGS[rounding], purpose, drift, is_tiny(grid), each, values=True, coded=coded, masked=masked)
+    how = How(
+        ROUNDINGS[rounding], purpose, drift, is_tiny(grid), each, values=True, coded=coded, masked=masked,
+        aligned=is_aligned(grid),
+    )  # fmt: skip
     run(
-        kernels.quantize_blocks, triton.cdiv(blocks, shape.rows), x.device, x, *pointers, exponents, *rest, blocks, grid.line,
-        grid.size, *words, HOW=how, ON_DEVICE=on_device, R=shape.rows, C=shape.counters, warps=shape.warps,
+        kernels.quantize_blocks, triton.cdiv(blocks, shape.rows), x.device, x, *pointers, exponents, *rest, blocks,
+        *lengths(grid), *words, HOW=how, ON_DEVICE=on_device, R=shape.rows, C=shape.counters, warps=shape.warps,
     )  # fmt: skip
 
 
@@ -202,8 +211,8 @@ def _encode(x: Tensor, out: Tensor, codes: Tensor, exponents: Tensor, format: Fo
         return
     shape, blocks = block_shape(grid.size), format.block_count(x.shape)
     run(
-        kernels.encode_blocks, triton.cdiv(blocks, shape.rows), x.device, x, out, codes, exponents, flag, blocks, grid.line,
-        grid.size, *numbers, R=shape.rows, C=shape.counters, warps=shape.warps, **constants,
+        kernels.encode_blocks, triton.cdiv(blocks, shape.rows), x.device, x, out, codes, exponents, flag, blocks,
+        *lengths(grid), *numbers, ALIGNED=is_aligned(grid), R=shape.rows, C=shape.counters, warps=shape.warps, **constants,
     )  # fmt: skip
 
 
@@ -227,8 +236,8 @@ def decode(
         return
     shape, blocks = block_shape(grid.size), format.block_count(codes.shape)
     run(
-        kernels.decode_blocks, triton.cdiv(blocks, shape.rows), codes.device, codes, exponents, values, flag, blocks, grid.line,
-        grid.size, grid.shift, R=shape.rows, C=shape.counters, warps=shape.warps,
+        kernels.decode_blocks, triton.cdiv(blocks, shape.rows), codes.device, codes, exponents, values, flag, blocks,
+        *lengths(grid), grid.shift, ALIGNED=is_aligned(grid), R=shape.rows, C=shape.counters, warps=shape.warps,
         sharing=min(triton.cdiv(grid.size, 4 * 4 * shape.counters), 4096), **constants,
     )  # fmt: skip
 

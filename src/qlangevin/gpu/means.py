@@ -8,7 +8,7 @@ of Q^vc, or ``variances`` points to one for each element.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import triton
 import triton.language as tl
@@ -19,8 +19,9 @@ from .laws import from_gaps
 NO_DRIFT, MOVE, GRADIENT, NOISY = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 
 
-class How(NamedTuple):
-    """All that a kernel on blocks is compiled for."""
+@dataclass(frozen=True)
+class How:
+    """All that a kernel on blocks is compiled for. Not a tuple: Triton would take it apart."""
 
     rounding: int  # NEAREST, STOCHASTIC or CORRECTED
     purpose: int  # of the random numbers
@@ -31,6 +32,7 @@ class How(NamedTuple):
     values: bool = False  # numbers are written
     coded: bool = False  # codes are written
     masked: bool = False  # numbers are zero where ``positive`` is not
+    aligned: bool = False  # blocks begin at multiples of 64 elements
 
 
 @triton.jit

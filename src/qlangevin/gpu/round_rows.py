@@ -91,7 +91,7 @@ def draw_rows(mean, rows, first, last, own, spoiled, noisy, grid, target, HOW: t
             if noisy:
                 xi = normal(mean[5], NOISE, tile, lane)
         for k in tl.static_range(4):
-            place, inside = places_of(rows, chunk, k, C)
+            place, inside = places_of(rows, chunk, k, C, HOW.aligned)
             at = start + place
             x = load_start(mean, at, inside, HOW)
             move = load_drift(mean, at, inside, x, HOW)
@@ -132,7 +132,7 @@ def finish_codes(rows, first, last, numbers, most, unit, grid, target, C: tl.con
         tl.debug_barrier()  # the codes may have been written by other threads
         for chunk in range(first, last):
             for k in tl.static_range(4):
-                place, inside = places_of(rows, chunk, k, C)
+                place, inside = places_of(rows, chunk, k, C, False)
                 code = tl.load(target[1] + start + place, mask=inside, other=0).to(tl.int32) << up
                 tl.store(target[1] + start + place, code.to(target[1].dtype.element_ty), mask=inside)
 

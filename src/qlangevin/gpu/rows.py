@@ -44,12 +44,19 @@ def tiles_of(rows, chunk, C: tl.constexpr):
 
 
 @triton.jit
-def places_of(rows, chunk, k, C: tl.constexpr):
-    """Return (place, inside) of elements k of a chunk: the number of an element in its block, and if it belongs to it."""
+def places_of(rows, chunk, k, C: tl.constexpr, ALIGNED: tl.constexpr):
+    """Return (place, inside) of elements k of a chunk: the number of an element in its block, and if it belongs to it.
+
+    ALIGNED blocks begin at multiples of 64.
+    """
     start, length = rows
     c = tl.arange(0, C)[None, :]
-    place = (chunk * (C // 16) + c // 16) * 64 + (16 * k + c % 16) - (start & 63).to(tl.int32)
-    return place, (place >= 0) & (place < length)
+    place = chunk * (C * 4) + (c // 16 * 64 + (16 * k + c % 16))
+    if ALIGNED:
+        return place, place < length
+    else:
+        place = place - (start & 63).to(tl.int32)
+        return place, (place >= 0) & (place < length)
 
 
 @triton.jit
@@ -80,7 +87,7 @@ def extents(mean, rows, first, last, HOW: tl.constexpr, C: tl.constexpr):
     v = tl.zeros([start.shape[0], C], tl.float32)
     for chunk in range(first, last):
         for k in tl.static_range(4):
-            place, inside = places_of(rows, chunk, k, C)
+            place, inside = places_of(rows, chunk, k, C, HOW.aligned)
             at = start + place
             x = load_start(mean, at, inside, HOW)
             total = total_of(x, load_drift(mean, at, inside, x, HOW), HOW)
