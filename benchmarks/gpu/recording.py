@@ -48,11 +48,15 @@ class Launch:
     @property
     def elements_per_program(self) -> int:
         """By the names that constants have in the kernels: R blocks, or C counters of four elements each, or E elements."""
+        if "PIECE" in self.constexprs:  # chunks of a block that several programs share
+            return self._chunk * int(self.constexprs["PIECE"])
         rows = self.constexprs.get("R")
         return rows * self.row if rows and self.row else self._chunk * (rows or 1)
 
     @property
     def passes(self) -> int:
+        if "PIECE" in self.constexprs:
+            return int(self.constexprs["PIECE"])
         return -(-self.row // self._chunk) if self.row and "R" in self.constexprs else 1
 
     @property

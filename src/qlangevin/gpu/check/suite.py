@@ -21,12 +21,10 @@ def comparisons(place: Place, quick: bool, until: float) -> Iterator[Comparison]
     gpu = place.path == "kernels"
     shapes = TINY if quick else LARGE if gpu else SMALL
     layers = (*shapes, (8, 3, 3, 3))
-    yield compare("quantize, nearest", quantize_cases("nearest", shapes), place, until)
     yield compare("quantize, stochastic", quantize_cases("stochastic", shapes), place, until)
-    yield compare("corrected", corrected_cases(shapes), place, until)
     yield compare("encode, decode", code_cases(shapes), place, until)
+    yield compare("quantize, nearest", quantize_cases("nearest", shapes), place, until)
+    yield compare("lowered, packed ResNet, its chain", chain_cases(not gpu), place, until)
     yield compare("SGLD.step", step_cases(layers, quick), place, until)
-    yield compare("lowered, packed network", network_cases(256 if gpu else 8), place, until)
-    yield compare(
-        "lowered, packed ResNet, its chain", chain_cases(16 if gpu else 2, 3 if gpu else 1, place), place, until
-    )
+    yield compare("lowered, packed network", network_cases(256 if gpu else 4), place, until)
+    yield compare("corrected", corrected_cases(shapes), place, until)
