@@ -58,7 +58,28 @@ def contestants() -> dict[str, Callable[[], Any]]:
             weights = None if packed else "bfp8"
             sampler = ql.SGLD([p], lr=1e-6, num_data=1e6, weights=weights)  # the weights stay where they are
             found[f"SGLD.step {'packed' if packed else 'plain'} bfp8, {name}"] = sampler.step
+    found |= lowered_networks()
     found["kernels_for"] = lambda x=x: kernels_for(x, x)  # type: ignore[misc]
+    return found
+
+
+def lowered_networks() -> dict[str, Callable[[], Any]]:
+    """Return forward and backward of small lowered networks, in which the calls cost more than the numbers."""
+    import torch
+    from torch import nn
+
+    import qlangevin as ql
+
+    mlp = nn.Sequential(nn.Linear(64, 100), nn.ReLU(), nn.Linear(100, 10))
+    layers = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.MaxPool2d(2), nn.Flatten())
+    found: dict[str, Callable[[], Any]] = {}
+    for name, model, x in (
+        ("MLP", mlp, torch.randn(32, 64)),
+        ("convolution, norm, relu, pool", layers, torch.randn(8, 3, 10, 10)),
+    ):
+        ql.lower(model, "bfp8", "bfp8")
+        e = torch.ones_like(model(x))
+        found[f"lowered {name}"] = lambda model=model, x=x, e=e: model(x).backward(e)  # type: ignore[misc]
     return found
 
 

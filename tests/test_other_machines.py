@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 TESTS = [
-    *(f"tests/lowering/test_{name}.py" for name in ("convolution", "inplace_cpu", "layers")),
+    *(f"tests/lowering/test_{name}.py" for name in ("convolution", "plain_tensors", "layers")),
     "tests/native/test_native.py",
 ]
 LONG = "test_every_format_and_rounding"  # runs every level of our own kernels anyway, whatever PyTorch does

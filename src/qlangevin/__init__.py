@@ -4,7 +4,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from . import lowering, native, theory
+from . import gpu, lowering, native, theory
 from ._version import __version__
 from ._warnings import QLangevinWarning
 from .lowering.layers import Quantize, lower, unlower

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 import qlangevin as ql
 from qlangevin.distributed import Ranks, Wire, replicate
 from tests.helpers import chains
+from tests.helpers.deferred_layers import NoWaiting, deferred_cpu
 from tests.helpers.process_groups import run_on_ranks
 
 pytestmark = pytest.mark.distributed
@@ -322,3 +324,29 @@ def test_two_backwards_before_a_step_have_bits_of_their_own() -> None:
     numbers = torch.tensor(found, dtype=torch.float64)[:, 1:]
     error = float(numbers.std()) / numbers.numel() ** 0.5
     assert abs(float(numbers.mean()) - 0.2625) < 5 * error
+
+
+def without_waiting(ranks: Ranks, value: str) -> list[Any]:
+    """Average gradients, the second time with a bad element on rank 1, by the CPU's kernels and by deferred ones."""
+    found: list[Any] = []
+    for context in (nullcontext(), deferred_cpu()):
+        model = Linear(SHAPES)
+        called = replicate(model, sampler := idle_sampler(model), wire="bfp8/64", every=0)
+        with context as kernels:
+            for bad in (False, True):
+                mine = [g.clone() for g in gradients(ranks.rank)]
+                if bad and ranks.rank == 1:
+                    mine[3][0, 64] = float(value)
+                with NoWaiting(model) if kernels is not None else nullcontext():
+                    arrived = reduce_gradients(model, called, sampler, mine)
+                found.append([g.flatten().tolist() for g in arrived])
+        assert kernels is None or set(kernels.calls) == {"quantize_with_codes", "decode"}
+    return [repr(found[:2]), repr(found[2:])]  # NaN differs from itself
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "3e38"])
+def test_gradients_on_a_device_that_the_host_must_not_wait_for(value: str) -> None:
+    by_rank = run_on_ranks(without_waiting, 2, value)
+    assert by_rank[0] == by_rank[1]
+    assert by_rank[0][0] == by_rank[0][1]
+    assert ("nan" in by_rank[0][0]) == (value != "3e38")  # whose mean is finite

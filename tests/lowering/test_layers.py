@@ -41,7 +41,7 @@ def test_algorithm_3_line_by_line(format: str) -> None:
     loss, found = gradients(model, x, labels)
 
     handlers = [find_handler(layer) for layer in model]
-    keys = [h.next_spec(model[0]).key.at(1) for h in handlers if h is not None]
+    keys = [ql.Key(h.seed, h.stream, 1) for h in handlers if h is not None]
     (w1, b1), (w2, b2) = ([p.detach() for p in model[i].parameters()] for i in (0, 2))
     a1 = quantized(x @ w1.T + b1, format, keys[0], random.ACTIVATION)
     a2 = a1.clamp_min(0)

@@ -203,7 +203,7 @@ def test_the_module_is_the_backend_of_the_cpu() -> None:
     backend, x = cast(Kernels, native), torch.ones(1)
     assert kernels_for(x) is backend
     assert kernels_for(x, x) is backend
-    for others in ((x.double(),), (x, x.double()), (x, x.to("meta"))):
+    for others in ((x.double(),), (x, x.double())):
         assert kernels_for(*others) is None
     with native.disabled():
         assert kernels_for(x) is None
@@ -212,6 +212,7 @@ def test_the_module_is_the_backend_of_the_cpu() -> None:
 def test_the_module_has_every_kernel_of_a_backend() -> None:
     kernels = {name: function for name, function in vars(Kernels).items() if not name.startswith("_")}
     assert {"quantize", "encode", "decode", "sgld"} <= set(kernels)
+    del kernels["begin_step"]  # of deferred kernels only
     for name, function in kernels.items():
         _, *expected = inspect.signature(function).parameters
         assert expected == ["args", "kwargs"] or expected == list(inspect.signature(getattr(native, name)).parameters)

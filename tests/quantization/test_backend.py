@@ -32,9 +32,14 @@ def test_a_device_has_the_kernels_registered_for_it(other: Kernels) -> None:
     assert kernels_for(x) is None
 
 
-def test_tensors_of_two_devices_and_float64_have_none(other: Kernels) -> None:
+def test_float64_has_none(other: Kernels) -> None:
     x = torch.ones(2, device="meta")
-    assert kernels_for(x, torch.ones(2)) is None
-    assert kernels_for(torch.ones(2), x) is None
     assert kernels_for(x.double()) is None
     assert kernels_for(x, x.double()) is None
+
+
+def test_tensors_of_two_devices_are_refused(other: Kernels) -> None:
+    x, y = torch.ones(2, device="meta"), torch.ones(2)
+    for pair in ((x, y), (y, x), (y, x.double())):
+        with pytest.raises(ValueError, match=r"one device, got (meta and cpu|cpu and meta); move one of them"):
+            kernels_for(*pair)

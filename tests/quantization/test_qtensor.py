@@ -181,7 +181,7 @@ def test_integers_decode_and_shared_memory_is_refused() -> None:
 
 def test_numbers_are_decoded_where_the_codes_are(monkeypatch: pytest.MonkeyPatch) -> None:
     # The kernels write to an address, which a tensor on the default device "meta" does not have; they are replaced here.
-    monkeypatch.setattr(native, "decode", lambda *_: None)
+    monkeypatch.setattr(native, "decode", lambda *_, **__: None)
     q = coded("bfp8", 4, 6)
     with torch.device("meta"):
         assert q.decode().device == q.codes.device

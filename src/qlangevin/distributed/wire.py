@@ -24,8 +24,8 @@ from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 from torch.optim import Optimizer
 
-from .. import native
 from ..quantization import operators, random
+from ..quantization.backend import kernels_for
 from ..quantization.codes import decode_values, empty_codes, encode_op
 from ..quantization.formats import FP32, Format, parse
 from ..sampling.gradients import first_not_finite
@@ -109,12 +109,14 @@ class Wire:
         """Round a flat gradient to codes and exponents, as bytes. The gradient may be overwritten."""
         if self.format == FP32:
             return _Coded(g.view(torch.uint8), g.new_empty(0, dtype=torch.uint8), True)
-        finite = first_not_finite([g]) < 0
-        if not finite:
+        kernels, finite = kernels_for(g), _are_finite(g)
+        if isinstance(finite, Tensor):
+            g = torch.where(finite, g, 0.0)
+        elif not finite:
             g = torch.zeros_like(g)
-        if native.enabled_for(g):  # one pass instead of three
+        if kernels is not None:  # one pass instead of three
             codes, exponents = empty_codes(g, self.format)
-            native.quantize_with_codes(g, self.format, "stochastic", key, random.GRADIENT, (codes, exponents))
+            kernels.quantize_with_codes(g, self.format, "stochastic", key, random.GRADIENT, (codes, exponents))
         else:
             q = operators.quantize_op(g, str(self.format), "stochastic", *operators.key_bits(key), random.GRADIENT)
             codes, exponents = encode_op(q, str(self.format))
@@ -140,7 +142,26 @@ class _Coded(NamedTuple):
 
     codes: Tensor
     exponents: Tensor
-    finite: bool
+    finite: bool | Tensor  # a tensor on a device that the host must not wait for
+
+
+def _is_deferred(t: Tensor) -> bool:
+    kernels = kernels_for(t)
+    return kernels is not None and kernels.deferred
+
+
+def _are_finite(g: Tensor) -> bool | Tensor:
+    """Return True if a gradient holds neither an infinity nor a NaN; a tensor where the host must not wait for it."""
+    return g.isfinite().all() if _is_deferred(g) else first_not_finite([g]) < 0
+
+
+def _spoil_unless_finite(g: Tensor, flags: list[Tensor]) -> None:
+    """Make a gradient NaN if one of these flags is 0."""
+    if not _is_deferred(g):
+        if not all(bool(flag) for flag in flags):
+            g.fill_(torch.nan)
+    elif flags:
+        g.masked_fill_(torch.cat(flags).amin() == 0, torch.nan)
 
 
 class _Part(NamedTuple):
@@ -150,7 +171,7 @@ class _Part(NamedTuple):
     exponents: Tensor
     finite: Tensor  # one byte: 0 if a rank's gradient held an infinity or a NaN
 
-    def fill(self, codes: Tensor, exponents: Tensor, finite: bool) -> None:
+    def fill(self, codes: Tensor, exponents: Tensor, finite: bool | Tensor) -> None:
         self.codes.copy_(codes)
         self.exponents.copy_(exponents)
         self.finite.fill_(finite)
@@ -222,12 +243,12 @@ class _Bucket:
 
     def receive_means(self) -> None:
         """Complete DDP's future with the means. Where a rank's gradient held an infinity or a NaN, it is NaN on all."""
-        for layout, message in zip(self.layouts, self.exchange.wait(), strict=True):
-            for g, shard, part in zip(self.gradients, layout.shards, layout.parts(message), strict=True):
-                if part.codes.numel():
-                    g[shard] = self.wire.decode(part.codes, part.exponents).to(self.buffer.dtype)
-                if part.finite.numel() and not bool(part.finite):
-                    g.fill_(torch.nan)
+        received = [layout.parts(m) for layout, m in zip(self.layouts, self.exchange.wait(), strict=True)]
+        for i, g in enumerate(self.gradients):
+            for layout, parts in zip(self.layouts, received, strict=True):
+                if parts[i].codes.numel():
+                    g[layout.shards[i]] = self.wire.decode(parts[i].codes, parts[i].exponents).to(self.buffer.dtype)
+            _spoil_unless_finite(g, [parts[i].finite for parts in received if parts[i].finite.numel()])
         self.result.set_result(self.buffer)
 
     def _encode_gradients(self) -> Tensor:
@@ -246,13 +267,15 @@ class _Bucket:
         received = [layout.parts(message) for message in self.exchange.wait()]
         out = self._allocate(layout.nbytes)
         for mean, key, *parts in zip(layout.parts(out), self.keys, *received, strict=True):
-            finite = all(bool(part.finite.all()) for part in parts)
+            finite = reduce(
+                torch.logical_and, (part.finite.all() for part in parts)
+            )  # a tensor: the host need not wait
             if not mean.codes.numel():
                 mean.finite.fill_(finite)
                 continue
             values = reduce(torch.add, (wire.decode(part.codes, part.exponents) for part in parts)) / wire.size
             coded = wire.encode(values, key.fold(MEANS + wire.rank))  # a sum of finite numbers may overflow
-            mean.fill(coded.codes, coded.exponents, finite and coded.finite)
+            mean.fill(coded.codes, coded.exponents, finite & coded.finite)
         return out
 
     def _allocate(self, nbytes: int) -> Tensor:

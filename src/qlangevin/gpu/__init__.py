@@ -1,7 +1,7 @@
 """The operations of `quantization` as Triton kernels for GPUs, bit for bit what `rounding` and `random` compute.
 
-The first tensor on a GPU loads this package's kernels (see `quantization.backend`); each kernel is compiled when it is first used.
-Without Triton, which CUDA builds of PyTorch bring along, GPU tensors take the PyTorch path, and a warning says so once.
+The first tensor on a GPU loads these kernels (see `quantization.backend`); each is compiled when it is first used. Without Triton,
+which CUDA builds of PyTorch bring along, GPU tensors take the PyTorch path, and a warning says so once.
 
     generator        Philox4x32-7 and Box-Muller
     laws, elements   random rounding on the integers; formats in which every element stands alone
@@ -65,3 +65,6 @@ def interpreted() -> Iterator[None]:
 
     with interpreter.on_cpu(functions.this_module):
         yield
+
+
+backend.offer(load)

@@ -1,7 +1,7 @@
 """Rounding of formats in which every element stands alone: fixed point, floating point, and none at all.
 
-A grid is a tuple (shift, min_gap, max_gap, top, low, high, fit, fit_three, fit_noise): the fields of `KernelGrid`, and SLACK over top,
-top - 1/2 and top - 3/2, which bound how many gaps a law needs. `native/draw.h` has the same functions.
+A grid is a tuple (shift, min_gap, max_gap, top, low, high, fit, fit_three, fit_noise): the fields of `KernelGrid`, and SLACK
+over top, top - 1/2 and top - 3/2, which bound how many gaps a law needs. `native/draw.h` has the same functions.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def correct_float(start, move, total, v, h, xi, grid, MOVED: tl.constexpr, TINY:
 
 @triton.jit
 def round_code(code, move, v, h, xi, grid, ROUNDING: tl.constexpr):
-    """Return the code of Q(start + move) in fixed point, where the start has this code: there is nothing to divide or to clip before.
+    """Return the code of Q(start + move) in fixed point, where the start has this code, so that there is nothing to divide.
 
     For gaps that are normal numbers, and so are their inverses.
     """

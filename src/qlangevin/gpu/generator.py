@@ -83,7 +83,10 @@ def narrow(word, rest, up):
 
 @triton.jit
 def negative_log(k):
-    """Return -ln u for u = (k + 1/2) / 2^31: u = 2^e (1 + f), ln(1 + f) = f - f^2/2 + f^3 P(f); near 1, f comes from 2^31 - 1 - k."""
+    """Return -ln u for u = (k + 1/2) / 2^31.
+
+    u = 2^e (1 + f), ln(1 + f) = f - f^2/2 + f^3 P(f); near 1, f comes from 2^31 - 1 - k.
+    """
     shifted = bits_of(k.to(tl.float32) + 0.5) - (SQRT_HALF + (31 << 23))
     e = (shifted.to(tl.int32, bitcast=True) >> 23).to(tl.float32)
     complement = ((0x7FFFFFFF - k).to(tl.float32) + 0.5) * -(2.0**-31)

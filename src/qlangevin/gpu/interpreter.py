@@ -44,7 +44,7 @@ def on_cpu(kernels: backend.Kernels) -> Iterator[None]:
 def _speed_up() -> None:
     """Have functions that a kernel calls not prepare the language anew, which takes most of the time.
 
-    The launch of the kernel has prepared it for all modules that know it as `triton.language`; Triton's own know it otherwise, and
+    The launch of the kernel has prepared it for all modules that know it as `triton.language`; Triton's own modules do not, and
     what they prepare stays.
     """
     from triton.runtime import interpreter

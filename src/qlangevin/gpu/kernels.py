@@ -1,7 +1,7 @@
 """Kernels that work on one tensor: rounding, with and without codes, and codes alone. Launched by `gpu.launch`.
 
-Numbers of a grid, the key and the step come as arguments. A step can also be a pointer to an int64 (ON_DEVICE), so that a CUDA graph
-reads it anew each time it is replayed.
+Numbers of a grid, the key and the step come as arguments. A step can also be a pointer to an int64 (ON_DEVICE), so that a CUDA
+graph reads it anew each time it is replayed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from .codes import float_code, float_value, integer_code
 from .elements import CORRECTED, FIXED, NEAREST, NONE, round_element
 from .generator import NOISE, bits_of, centered, normal
 from .laws import V0, from_gaps, gap_of, variance_in_gaps
-from .means import NO_DRIFT, load_drift
 from .round_rows import round_rows
 from .rows import INFINITY, chunk_count, in_order, own_gap, places_of
 
@@ -38,8 +37,9 @@ def source_of(key0, key1, step0, step1, step, ON_DEVICE: tl.constexpr):
 @triton.jit(do_not_specialize=[*WORDS, "numel"])
 def quantize_elements(
     x, other, variances, out, codes, positive, spoiled, step, numel, key0, key1, step0, step1, v, shift, min_gap, max_gap, top,
-    low, high, fit, fit_three, fit_noise, KIND: tl.constexpr, ROUNDING: tl.constexpr, PURPOSE: tl.constexpr, DRIFT: tl.constexpr,
-    EACH: tl.constexpr, TINY: tl.constexpr, HAS_CODES: tl.constexpr, MASKED: tl.constexpr, ON_DEVICE: tl.constexpr, C: tl.constexpr,
+    low, high, fit, fit_three, fit_noise, KIND: tl.constexpr, ROUNDING: tl.constexpr, PURPOSE: tl.constexpr, MOVED: tl.constexpr,
+    EACH: tl.constexpr, TINY: tl.constexpr, HAS_CODES: tl.constexpr, MASKED: tl.constexpr, ON_DEVICE: tl.constexpr,
+    C: tl.constexpr,
 ):  # fmt: skip
     """Round the elements of a tensor, each on its own: C counters, that is 4 C elements, in a program."""
     source = source_of(key0, key1, step0, step1, step, ON_DEVICE)
@@ -62,9 +62,9 @@ def quantize_elements(
         place = c // 16 * 64 + 16 * k + lane
         at, inside = first + place, place < numel - first
         start = tl.load(x + at, mask=inside, other=0).to(tl.float32)
-        move = load_drift((x, other, 0.0, 0.0, 0.0, 0.0, source), at, inside, start, DRIFT)
+        move = tl.load(other + at, mask=inside, other=0).to(tl.float32) if MOVED else start
         each = tl.load(variances + at, mask=inside, other=0.0) if EACH else v
-        value = round_element(start, move, each, h[k], xi[k], grid, KIND, ROUNDING, DRIFT != NO_DRIFT, TINY)
+        value = round_element(start, move, each, h[k], xi[k], grid, KIND, ROUNDING, MOVED, TINY)
         if HAS_CODES:
             code = encode_element(value, grid, KIND, TINY, codes.dtype.element_ty.primitive_bitwidth)
             tl.store(codes + at, code.to(codes.dtype.element_ty), mask=inside)
@@ -98,19 +98,15 @@ def rows_of(blocks, line, size, R: tl.constexpr):
 @triton.jit(do_not_specialize=[*WORDS, "blocks", "line", "size"])
 def quantize_blocks(
     x, other, variances, out, codes, exponents, positive, spoiled, step, blocks, line, size, key0, key1, step0, step1, v, shift,
-    min_gap, max_gap, top, low, high, fit, fit_three, fit_noise, ROUNDING: tl.constexpr, PURPOSE: tl.constexpr,
-    DRIFT: tl.constexpr, EACH: tl.constexpr, TINY: tl.constexpr, HAS_CODES: tl.constexpr, MASKED: tl.constexpr,
-    ON_DEVICE: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+    min_gap, max_gap, top, low, high, fit, fit_three, fit_noise, HOW: tl.constexpr, ON_DEVICE: tl.constexpr, R: tl.constexpr,
+    C: tl.constexpr,
 ):  # fmt: skip
     """Round blocks of a tensor, R in a program."""
     source = source_of(key0, key1, step0, step1, step, ON_DEVICE)
     grid = (shift, min_gap, max_gap, top, low, high, fit, fit_three, fit_noise)
     numbers, rows = rows_of(blocks, line, size, R)
-    target = (out, codes, exponents, positive, spoiled)
-    round_rows(
-        (x, other, 0.0, 0.0, 0.0, 0.0, source), v, variances, rows, numbers, gap_of(numbers * 0, False), source, grid, target, C, False, DRIFT,
-        EACH, TINY, ROUNDING, PURPOSE, True, HAS_CODES, MASKED,
-    )  # fmt: skip
+    mean = (x, other, gap_of(numbers * 0, False), v, variances, source, 0.0, 0.0, 0.0, 0.0)
+    round_rows(mean, rows, numbers, grid, (out, codes, exponents, positive, spoiled), HOW, C)
 
 
 # ---- codes

@@ -14,7 +14,7 @@ from ..quantization.formats import FP32, Format, GridKind
 from ..quantization.random import Key
 from . import kernels, split
 from .grids import grid_numbers, grid_of, is_tiny
-from .means import MOVE, NO_DRIFT
+from .means import MOVE, NO_DRIFT, How
 from .tables import Item, Table
 
 ROUNDINGS = {"nearest": 0, "stochastic": 1, "corrected": 2}
@@ -108,50 +108,62 @@ def _round(
     if grid.kind == GridKind.BLOCK and grid.size > split.LONGEST:
         _round_split(x, out, format, rounding, key, purpose, variance, move, positive, codes, spoiled, step)
         return
-    coded, exponents = codes if codes is not None else (x, x)
-    pointers = [t if t is not None else x for t in (move, variance if each else None, out, coded)]
+    written, exponents = codes if codes is not None else (x, x)
+    pointers = [t if t is not None else x for t in (move, variance if each else None, out, written)]
     rest = [t if t is not None else x for t in (positive, spoiled, step)]
     v = 0.0 if variance is None or each else float(variance)
     words = (*key_words(key), *signed_words(key.step), v, *grid_numbers(grid))
-    constants = {
-        "ROUNDING": ROUNDINGS[rounding], "PURPOSE": purpose, "DRIFT": (NO_DRIFT if move is None else MOVE).value, "EACH": each,
-        "TINY": is_tiny(grid), "HAS_CODES": codes is not None, "MASKED": positive is not None, "ON_DEVICE": step is not None,
-    }  # fmt: skip
+    coded, masked, on_device = codes is not None, positive is not None, step is not None
     if grid.kind != GridKind.BLOCK:
-        programs = triton.cdiv(x.numel(), 4 * COUNTERS)
         run(
-            kernels.quantize_elements, programs, x.device, x, *pointers, *rest, x.numel(), *words, KIND=int(grid.kind), C=COUNTERS,
-            **constants,
+            kernels.quantize_elements, triton.cdiv(x.numel(), 4 * COUNTERS), x.device, x, *pointers, *rest, x.numel(), *words,
+            KIND=int(grid.kind), ROUNDING=ROUNDINGS[rounding], PURPOSE=purpose, MOVED=move is not None, EACH=each,
+            TINY=is_tiny(grid), HAS_CODES=coded, MASKED=masked, ON_DEVICE=on_device, C=COUNTERS,
         )  # fmt: skip
         return
     shape, blocks = block_shape(grid.size), format.block_count(x.shape)
+    drift = (NO_DRIFT if move is None else MOVE).value
+    how = How(ROUNDINGS[rounding], purpose, drift, is_tiny(grid), each, values=True, coded=coded, masked=masked)
     run(
         kernels.quantize_blocks, triton.cdiv(blocks, shape.rows), x.device, x, *pointers, exponents, *rest, blocks, grid.line,
-        grid.size, *words, R=shape.rows, C=shape.counters, warps=shape.warps, **constants,
+        grid.size, *words, HOW=how, ON_DEVICE=on_device, R=shape.rows, C=shape.counters, warps=shape.warps,
     )  # fmt: skip
 
 
 def _round_split(
     x: Tensor, out: Tensor | None, format: Format, rounding: str, key: Key, purpose: int, variance: Tensor | None,
-    move: Tensor | None, positive: Tensor | None, codes: tuple[Tensor, Tensor] | None, spoiled: Tensor | None, step: Tensor | None,
+    move: Tensor | None, positive: Tensor | None, codes: tuple[Tensor, Tensor] | None, spoiled: Tensor | None,
+    step: Tensor | None,
 ) -> None:  # fmt: skip
     """Round blocks that programs share; a table has the one tensor."""
     each = variance is not None and variance.dim() > 0
     item = Item(
         x, key, format, x.shape, move, out, None if codes is None else codes[1], codes=None if codes is None else codes[0],
-        variances=variance if each else None, positive=positive, spoiled=spoiled, count=0 if step is None else step.data_ptr(),
+        variances=variance if each else None, positive=positive, spoiled=spoiled, counted=0 if step is None else step.data_ptr(),
     )  # fmt: skip
     v = 0.0 if variance is None or each else float(variance)
-    drift, tiny = int((NO_DRIFT if move is None else MOVE).value), is_tiny(grid_of(format, x.shape))
-    numbers = (0.0, 0.0, 0.0, v)
-    split.round_split(
-        split.SplitRun(_launch_on_table, numbers, ROUNDINGS[rounding], purpose, drift, tiny), [item], False
-    )
+    drift, tiny = (NO_DRIFT if move is None else MOVE).value, is_tiny(grid_of(format, x.shape))
+    how = How(
+        ROUNDINGS[rounding], purpose, drift, tiny, each, values=out is not None, coded=codes is not None,
+        masked=positive is not None,
+    )  # fmt: skip
+    split.round_split(_launch_on_table, [item], how, (0.0, 0.0, 0.0, v))
 
 
 def _launch_on_table(kernel: Any, table: Table, *numbers: float, warps: int, **constants: Any) -> None:
     rows = table.rows
-    run(kernel, table.programs, rows.device, rows, rows, table.count, *numbers, warps=warps, FLAGGED=False, **constants)
+    run(
+        kernel,
+        table.programs,
+        rows.device,
+        rows,
+        rows,
+        table.tensors,
+        *numbers,
+        warps=warps,
+        FLAGGED=False,
+        **constants,
+    )
 
 
 # ---- codes

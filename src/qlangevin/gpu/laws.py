@@ -1,8 +1,8 @@
 """The laws of `quantization.laws` on vectors, operation for operation, and the gaps of formats.
 
 A number in gaps is a point (whole, rest): an integer, and a rest that keeps its digits beside it. A gap 2^e is a tuple
-(lift, inverse, gap, down): x · lift · inverse is x in gaps, n · gap · down is n gaps. Near the ends of the range of float32 a gap or its
-inverse is no normal number, so numbers are lifted by 2^64 or 2^-64 first. `native/rounding.h` has the same functions.
+(lift, inverse, gap, down): x · lift · inverse is x in gaps, n · gap · down is n gaps. Near the ends of the range of float32 a
+gap or its inverse is no normal number, so numbers are lifted by 2^64 or 2^-64 first. `native/rounding.h` has the same functions.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from .laws import (
     nearest_to,
     reaches,
 )
-from .means import load_drift, load_start, total_of
+from .means import load_drift, load_start, load_variance, total_of
 
 SQRT_4_3 = tl.constexpr(1.1547006)  # up to σ = Δ/sqrt(4/3), that is s <= 3/4, three outcomes are always feasible
 INFINITY = tl.constexpr(0x7F800000)
@@ -54,26 +54,23 @@ def places_of(rows, chunk, k, C: tl.constexpr):
 
 @triton.jit
 def in_order(rows, chunk, C: tl.constexpr):
-    """Return (place, inside) of a chunk of C elements in a row, for passes that few blocks need: they may draw bits one by one."""
+    """Return (place, inside) of a chunk of C elements in a row, for passes that few blocks need: these draw bits one by one."""
     _, length = rows
     place = chunk * C + tl.arange(0, C)[None, :]
     return place, place < length
 
 
 @triton.jit
-def load_in_order(mean, v, variances, rows, chunk, old, C: tl.constexpr, CODES: tl.constexpr, DRIFT: tl.constexpr,
-                  EACH: tl.constexpr, TINY: tl.constexpr):  # fmt: skip
+def load_in_order(mean, rows, chunk, HOW: tl.constexpr, C: tl.constexpr):
     """Return (start, move, v) of such elements."""
     place, inside = in_order(rows, chunk, C)
     at = rows[0] + place
-    x = load_start(mean[0], at, inside, old, CODES, TINY)
-    each = tl.load(variances + at, mask=inside, other=0.0) if EACH else v
-    return x, load_drift(mean, at, inside, x, DRIFT), each
+    x = load_start(mean, at, inside, HOW)
+    return x, load_drift(mean, at, inside, x, HOW), load_variance(mean, at, inside, HOW)
 
 
 @triton.jit
-def extents(mean, variances, rows, first, last, old, C: tl.constexpr, CODES: tl.constexpr, DRIFT: tl.constexpr, EACH: tl.constexpr,
-            TINY: tl.constexpr):  # fmt: skip
+def extents(mean, rows, first, last, HOW: tl.constexpr, C: tl.constexpr):
     """Return columns: the bits of the largest |mean|, which are above `INFINITY` if there is a NaN, and the largest v.
 
     Like all passes it goes over the chunks first .. last - 1.
@@ -85,11 +82,13 @@ def extents(mean, variances, rows, first, last, old, C: tl.constexpr, CODES: tl.
         for k in tl.static_range(4):
             place, inside = places_of(rows, chunk, k, C)
             at = start + place
-            x = load_start(mean[0], at, inside, old, CODES, TINY)
-            total = total_of(x, load_drift(mean, at, inside, x, DRIFT), DRIFT)
+            x = load_start(mean, at, inside, HOW)
+            total = total_of(x, load_drift(mean, at, inside, x, HOW), HOW)
             most = tl.maximum(most, bits_of(tl.abs(total)).to(tl.int32, bitcast=True))
-            if EACH:
-                v = tl.maximum(v, tl.load(variances + at, mask=inside, other=0.0))
+            if HOW.each:
+                v = tl.maximum(v, load_variance(mean, at, inside, HOW))
+    if not HOW.each:
+        v += mean[3]
     return tl.max(most, 1)[:, None], tl.max(v, 1)[:, None]
 
 

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 from . import split_kernels
+from .elements import NEAREST
+from .means import How
 from .split_kernels import Stat
 from .tables import Item, make_table
 
-__all__ = ["LONGEST", "TYPES", "SplitRun", "round_split"]
+__all__ = ["LONGEST", "TYPES", "round_split"]
 
 LONGEST = 65536  # elements of a block that one program takes
 COUNTERS, PIECE, WARPS = 512, 8, 8  # a program takes up to 16384 elements
@@ -24,43 +25,23 @@ TYPES = {
 }  # fmt: skip
 
 
-class SplitRun(NamedTuple):
-    """Settings of one call: ``launch`` launches a kernel on a table; the numbers are rate, sign, decay and v, the last of the law."""
+def round_split(launch: Callable[..., None], items: Sequence[Item], how: How, numbers: tuple[float, ...]) -> None:
+    """Round the blocks of tensors that have all the same dtypes and outputs: to ``out``, to ``codes``, or to both.
 
-    launch: Callable[..., None]
-    numbers: tuple[float, ...]
-    rounding: int
-    purpose: int
-    drift: int
-    tiny: bool
-
-
-def round_split(run: SplitRun, items: Sequence[Item], reads_codes: bool) -> None:
-    """Round the blocks of tensors that have all the same dtypes and outputs: to ``out``, to ``codes``, or to both."""
+    ``launch`` launches a kernel on a table; the numbers are rate, sign, decay and v.
+    """
     items = [item._replace(stats=_new_stats(item)) for item in items]
     table, some = make_table(items, [_programs(item) for item in items]), items[0]
     other, out, codes = (some.x if t is None else t for t in (some.other, some.out, some.codes))
-    corrected = run.rounding == 2
-    read = {
-        "TYPE": TYPES[some.x.dtype], "CODES": reads_codes, "OTHER_TYPE": TYPES[other.dtype], "TINY": run.tiny, "DRIFT": run.drift,
-        "EACH": some.variances is not None,
-    }  # fmt: skip
-    draws = {"ROUNDING": run.rounding, "PURPOSE": run.purpose}
-    numbers, law = run.numbers, (*run.numbers, run.numbers[3] if corrected else 0.0)
-
-    def launch(kernel: Any, *arguments: float, **constants: Any) -> None:
-        run.launch(kernel, table, *arguments, warps=WARPS, PIECE=PIECE, C=COUNTERS, **constants)
-
-    launch(split_kernels.split_extents, *numbers, **read)
-    if run.rounding != 0:
-        launch(split_kernels.split_risks, *law, ROUNDING=run.rounding, **read)
-        launch(split_kernels.split_landings, *law, **draws, **read)
-    launch(
-        split_kernels.split_draw, *law, OUT_TYPE=TYPES[out.dtype], CODES_TYPE=TYPES[codes.dtype],
-        HAS_VALUES=some.out is not None, HAS_CODES=some.codes is not None, MASKED=some.positive is not None, **draws, **read,
-    )  # fmt: skip
-    if some.codes is not None:
-        launch(split_kernels.split_finish, CODES_TYPE=TYPES[codes.dtype])
+    common = {"warps": WARPS, "PIECE": PIECE, "C": COUNTERS}
+    read = common | {"TYPE": TYPES[some.x.dtype], "OTHER_TYPE": TYPES[other.dtype], "HOW": how}
+    launch(split_kernels.split_extents, table, *numbers, **read)
+    if how.rounding != NEAREST.value:
+        launch(split_kernels.split_risks, table, *numbers, **read)
+        launch(split_kernels.split_landings, table, *numbers, **read)
+    launch(split_kernels.split_draw, table, *numbers, OUT_TYPE=TYPES[out.dtype], CODES_TYPE=TYPES[codes.dtype], **read)
+    if how.coded:
+        launch(split_kernels.split_finish, table, CODES_TYPE=TYPES[codes.dtype], **common)
 
 
 def _new_stats(item: Item) -> torch.Tensor:
@@ -72,4 +53,4 @@ def _new_stats(item: Item) -> torch.Tensor:
 def _programs(item: Item) -> int:
     assert item.format is not None
     size, tiles = item.format.kernel_grid(item.shape).size, PIECE * (COUNTERS // 16)
-    return item.format.block_count(item.shape) * triton.cdiv((size + 126) // 64, tiles)
+    return item.format.block_count(item.shape) * int(triton.cdiv((size + 126) // 64, tiles))

@@ -17,7 +17,8 @@ from ..quantization.random import Key
 from . import means, step_kernels
 from .grids import grid_of, is_tiny
 from .launch import COUNTERS, ROUNDINGS, block_shape, run
-from .split import LONGEST, TYPES, SplitRun, round_split
+from .means import How
+from .split import LONGEST, TYPES, round_split
 from .step_kernels import GRADIENT_BITS, ROUNDING_BITS, WEIGHT_BITS
 from .tables import Item, Table, make_table
 
@@ -44,11 +45,11 @@ def begin_step(gradients: list[Tensor], slots: list[int], counts: Tensor, flags:
     """Count a step of each tensor, and note in the flags if a gradient is not finite."""
     counting, groups = Counting(slots, counts, flags), defaultdict(list)
     for i, g in enumerate(gradients):
-        groups[g.dtype].append(Item(g, _NO_KEY, None, g.shape, slot=slots[i], count=counting.address(i)))
+        groups[g.dtype].append(Item(g, _NO_KEY, None, g.shape, slot=slots[i], counted=counting.address(i)))
     for dtype, items in groups.items():
         table = make_table(items, [max(triton.cdiv(item.x.numel(), CHECKED), 1) for item in items])
         run(
-            step_kernels.begin, table.programs, counts.device, table.rows, flags, table.count, TYPE=TYPES[dtype], E=CHECKED,
+            step_kernels.begin, table.programs, counts.device, table.rows, flags, table.tensors, TYPE=TYPES[dtype], E=CHECKED,
             ALIGNED=table.aligned,
         )  # fmt: skip
 
@@ -72,14 +73,16 @@ class StepRun(NamedTuple):
     def launch(self, kernel: Any, table: Table, *numbers: float, warps: int = 4, **constants: Any) -> None:
         """Launch a kernel on a table; without flags another pointer stands in for them."""
         flags = table.rows if self.flags is None else self.flags
-        constants |= {"FLAGGED": self.flags is not None, "ALIGNED": table.aligned}
+        constants["FLAGGED"] = self.flags is not None
+        if "ALIGNED" in kernel.arg_names:
+            constants["ALIGNED"] = table.aligned
         run(
             kernel,
             table.programs,
             table.rows.device,
             table.rows,
             flags,
-            table.count,
+            table.tensors,
             *numbers,
             warps=warps,
             **constants,
@@ -134,7 +137,7 @@ def _item(t: TensorStep, weights: Format | None, counting: Counting | None, i: i
     else:
         format = weights or _OF_DTYPE[theta.dtype]
     slot, count = (0, 0) if counting is None else (counting.slots[i], counting.address(i))
-    return Item(theta, t.key, format, shape, t.gradient, None, exponents, slot=slot, count=count)
+    return Item(theta, t.key, format, shape, t.gradient, None, exponents, slot=slot, counted=count)
 
 
 def _accumulated(t: TensorStep, item: Item, accumulator: Format | None) -> Item:
@@ -209,21 +212,22 @@ def _launch_blocks(run_: StepRun, items: Sequence[Item], rounding: str, purpose:
         groups[None if size > LONGEST else block_shape(size, many=True)].append(item)
     for shape, group in groups.items():
         some = group[0]
-        assert some.format is not None and some.out is not None
+        assert some.format is not None
+        assert some.out is not None
+        how = How(
+            ROUNDINGS[rounding], purpose, drift, is_tiny(grid_of(some.format, some.shape)), codes=codes and some.out is some.x,
+            values=not codes, coded=codes,
+        )  # fmt: skip
         if shape is None:
-            tiny = is_tiny(grid_of(some.format, some.shape))
-            settings = SplitRun(run_.launch, run_.numbers, ROUNDINGS[rounding], purpose, drift, tiny)
             shared = [item._replace(out=None, codes=item.out) if codes else item for item in group]
-            round_split(settings, shared, codes and some.out is some.x)
+            round_split(run_.launch, shared, how, run_.numbers)
             continue
         blocks = [item.format.block_count(item.shape) for item in group if item.format is not None]
         table = make_table(group, [triton.cdiv(n, shape.rows) for n in blocks])
         other = some.x if some.other is None else some.other
         run_.launch(
-            step_kernels.step_blocks, table, *run_.numbers, TYPE=TYPES[some.x.dtype], CODES=codes and some.out is some.x,
-            OTHER_TYPE=TYPES[other.dtype], OUT_TYPE=TYPES[some.out.dtype], OUT_CODES=codes,
-            TINY=is_tiny(grid_of(some.format, some.shape)), ROUNDING=ROUNDINGS[rounding], PURPOSE=purpose, DRIFT=drift,
-            R=shape.rows, C=shape.counters, warps=shape.warps,
+            step_kernels.step_blocks, table, *run_.numbers, TYPE=TYPES[some.x.dtype], OTHER_TYPE=TYPES[other.dtype],
+            OUT_TYPE=TYPES[some.out.dtype], HOW=how, R=shape.rows, C=shape.counters, warps=shape.warps,
         )  # fmt: skip
 
 
@@ -246,7 +250,8 @@ def _round_weights(run_: StepRun, items: Sequence[Item], accumulators: Sequence[
 def _launch_rounding(run_: StepRun, items: Sequence[Item], rounding: str, purpose: int) -> None:
     """Round elements that stand alone."""
     some = items[0]
-    assert some.format is not None and some.out is not None
+    assert some.format is not None
+    assert some.out is not None
     grid = grid_of(some.format, some.shape)
     table = make_table(items, [triton.cdiv(item.x.numel(), 4 * COUNTERS) for item in items])
     run_.launch(

@@ -1,13 +1,13 @@
-"""Kernels that step many tensors in one launch: theta' = Q(theta + drift, v), drift = -lr (Q_G(g) + λ theta). See `sampling.step.update`.
+"""Kernels that step many tensors in one launch: θ' = Q(θ + δ, v), δ = -lr (Q_G(g) + λ θ). See `sampling.step.update`.
 
-A table has a row of int64 for each tensor, in the order of `Row`: addresses, sizes, the key, and the numbers of its grids, floats as
-their bits. Row i has the programs from its FIRST to that of the next. ``flags`` are two int32, (now, before): NONE, or the number of the
-first tensor whose gradient is not finite, in this step and in the steps before. A step is taken only if there is none.
+A table has a row of int64 for each tensor, in the order of `Row`: addresses, sizes, the key, and the numbers of its grids, floats
+as their bits. Row i has the programs from its FIRST to that of the next. ``flags`` are two int32, (now, before): NO_ERROR, or the
+number of the first tensor whose gradient is not finite, in this step and in those before. A step is taken only if there is none.
 """
 
 from __future__ import annotations
 
-from enum import IntEnum, auto
+from enum import IntEnum
 
 import triton
 import triton.language as tl
@@ -27,10 +27,7 @@ class Row(IntEnum):
 
     X, OTHER, OUT, EXPONENTS, NUMEL, KEY, STEP, COUNT, FIRST, BLOCKS, LINE, SIZE, SLOT = range(13)
     CODES_OUT, VARIANCES, POSITIVE, SPOILED, STATS = range(13, 18)  # of blocks that programs share
-    GRID = auto()  # nine numbers each
-    GRADIENTS = GRID + 9
-    WEIGHTS = GRADIENTS + 9
-    WIDTH = WEIGHTS + 9
+    GRID, GRADIENTS, WEIGHTS, WIDTH = 18, 27, 36, 45  # nine numbers each
 
 
 X, OTHER, OUT, EXPONENTS = (tl.constexpr(int(i)) for i in (Row.X, Row.OTHER, Row.OUT, Row.EXPONENTS))
@@ -105,16 +102,16 @@ def is_clear(flags, FLAGGED: tl.constexpr):
 
 @triton.jit(do_not_specialize=["count"])
 def begin(table, flags, count, TYPE: tl.constexpr, ALIGNED: tl.constexpr, E: tl.constexpr):
-    """Count a step of each tensor, and look for gradients that are not finite."""
-    row, part = find_row(table, count)
-    if part == 0:
-        if tl.load(flags + 1) == CLEAR:
+    """Count a step of each tensor, and look for gradients that are not finite; after an error do nothing."""
+    if tl.load(flags + 1) == CLEAR:
+        row, part = find_row(table, count)
+        if part == 0:
             counted = tl.load(row + COUNT).to(tl.pointer_type(tl.int64))
             tl.store(counted, tl.load(counted) + 1)
-    at = part.to(tl.int64) * E + tl.arange(0, E)
-    g = tl.load(pointer(row, X, TYPE, ALIGNED) + at, mask=at < tl.load(row + NUMEL), other=0).to(tl.float32)
-    if tl.max((bits_of(tl.abs(g)) >= 0x7F800000).to(tl.int32)) > 0:  # seldom
-        tl.atomic_min(flags, tl.load(row + SLOT).to(tl.int32))
+        at = part.to(tl.int64) * E + tl.arange(0, E)
+        g = tl.load(pointer(row, X, TYPE, ALIGNED) + at, mask=at < tl.load(row + NUMEL), other=0).to(tl.float32)
+        if tl.max((bits_of(tl.abs(g)) >= 0x7F800000).to(tl.int32)) > 0:  # seldom
+            tl.atomic_min(flags, tl.load(row + SLOT).to(tl.int32))
 
 
 @triton.jit
@@ -210,15 +207,14 @@ def round_moved(theta, move, v, h, xi, grid, KIND: tl.constexpr, ROUNDING: tl.co
 
 @triton.jit(do_not_specialize=["count"])
 def step_blocks(
-    table, flags, count, rate, sign, decay, v, TYPE: tl.constexpr, CODES: tl.constexpr, OTHER_TYPE: tl.constexpr,
-    OUT_TYPE: tl.constexpr, OUT_CODES: tl.constexpr, TINY: tl.constexpr, ROUNDING: tl.constexpr, PURPOSE: tl.constexpr,
-    DRIFT: tl.constexpr, FLAGGED: tl.constexpr, ALIGNED: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+    table, flags, count, rate, sign, decay, v, TYPE: tl.constexpr, OTHER_TYPE: tl.constexpr, OUT_TYPE: tl.constexpr,
+    HOW: tl.constexpr, FLAGGED: tl.constexpr, ALIGNED: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Step tensors in which blocks share an exponent; or, without DRIFT, round their numbers."""
+    """Step tensors in which blocks share an exponent; or, without a drift, round their numbers."""
     clear = is_clear(flags, FLAGGED)
     if clear:
         row, part = find_row(table, count)
-        source, grid = load_source(row), load_grid(row, GRID)
+        grid, out = load_grid(row, GRID), pointer(row, OUT, OUT_TYPE, ALIGNED)
         line, size = tl.load(row + LINE).to(tl.int32), tl.load(row + SIZE).to(tl.int32)
         numbers = part * R + tl.arange(0, R)[:, None]
         pieces = (line + size - 1) // size
@@ -226,24 +222,29 @@ def step_blocks(
         inside = numbers < tl.load(row + BLOCKS)
         rows = (numbers // pieces).to(tl.int64) * line + begins, tl.where(inside, tl.minimum(size, line - begins), 0)
         exponents = pointer(row, EXPONENTS, tl.int8, False)
-        old = numbers * 0
-        if CODES:
-            old = tl.load(exponents + numbers, mask=inside, other=0).to(tl.int32) - grid[0]
-        out = pointer(row, OUT, OUT_TYPE, ALIGNED)
-        mean = (
-            pointer(row, X, TYPE, ALIGNED), pointer(row, OTHER, OTHER_TYPE, ALIGNED), rate, sign, decay, tl.sqrt_rn(v), source
-        )  # fmt: skip
-        spread = v if ROUNDING == CORRECTED else 0.0
-        round_rows(
-            mean, spread, out, rows, numbers, gap_of(old, TINY), source, grid, (out, out, exponents, out, flags), C, CODES, DRIFT, False,
-            TINY, ROUNDING, PURPOSE, not OUT_CODES, OUT_CODES, False,
-        )  # fmt: skip
+        mean = load_mean(row, numbers, inside, grid, rate, sign, decay, v, TYPE, OTHER_TYPE, ALIGNED, HOW)
+        round_rows(mean, rows, numbers, grid, (out, out, exponents, out, flags), HOW, C)
+
+
+@triton.jit
+def load_mean(row, numbers, inside, grid, rate, sign, decay, v, TYPE: tl.constexpr, OTHER_TYPE: tl.constexpr,
+              ALIGNED: tl.constexpr, HOW: tl.constexpr):  # fmt: skip
+    """Return the means of blocks that have these numbers in their tensor: see `means`."""
+    old = numbers * 0
+    if HOW.codes:
+        old = tl.load(pointer(row, EXPONENTS, tl.int8, False) + numbers, mask=inside, other=0).to(tl.int32) - grid[0]
+    spread = v if HOW.rounding == CORRECTED else 0.0  # naive rounding has added the noise
+    return (
+        pointer(row, X, TYPE, ALIGNED), pointer(row, OTHER, OTHER_TYPE, ALIGNED), gap_of(old, HOW.tiny), spread,
+        pointer(row, VARIANCES, tl.float32, False), load_source(row), rate, sign, decay, tl.sqrt_rn(v),
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["count"])
 def round_elements(
     table, flags, count, TYPE: tl.constexpr, OUT_TYPE: tl.constexpr, OUT_CODES: tl.constexpr, KIND: tl.constexpr,
-    TINY: tl.constexpr, ROUNDING: tl.constexpr, PURPOSE: tl.constexpr, FLAGGED: tl.constexpr, ALIGNED: tl.constexpr, C: tl.constexpr,
+    TINY: tl.constexpr, ROUNDING: tl.constexpr, PURPOSE: tl.constexpr, FLAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    C: tl.constexpr,
 ):  # fmt: skip
     """Round numbers of tensors in which every element stands alone."""
     clear = is_clear(flags, FLAGGED)

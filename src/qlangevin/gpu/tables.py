@@ -41,14 +41,14 @@ class Item(NamedTuple):
     positive: Tensor | None = None
     spoiled: Tensor | None = None
     stats: Tensor | None = None
-    count: int = 0  # the address of the number of the step on the device; 0: that of the key
+    counted: int = 0  # the address of the number of the step on the device; 0: that of the key
 
 
 class Table(NamedTuple):
     """A table on the device, and the number of programs that it is for."""
 
     rows: Tensor
-    count: int
+    tensors: int
     programs: int
     aligned: bool
 
@@ -82,8 +82,9 @@ def _row(item: Item, first: int) -> tuple[int, ...]:
     low, high = item.key.bits
     key, step = (n - (n >> 63 << 64) for n in (low | high << 32, item.key.step))
     return (
-        *addresses, item.x.numel(), key, 0 if item.count else step, item.count, first, blocks, grid.line, grid.size, item.slot,
-        *shared, *_grid_row(item.format, item.shape), *_grid_row(item.gradients, item.shape), *_grid_row(item.weights, item.shape),
+        *addresses, item.x.numel(), key, 0 if item.counted else step, item.counted, first, blocks, grid.line, grid.size,
+        item.slot, *shared, *_grid_row(item.format, item.shape), *_grid_row(item.gradients, item.shape),
+        *_grid_row(item.weights, item.shape),
     )  # fmt: skip
 
 

@@ -8,15 +8,17 @@ from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.module import _global_forward_hooks as global_forward_hooks
 from torch.utils._pytree import tree_map_only
 
 from ..quantization import operators
+from ..quantization.backend import Kernels
 from ..quantization.random import Key
-from . import inplace_cpu
-from .inplace_cpu import QuantizationSpec
+from . import graph_count, plain_tensors
 from .operator import lower_op
 from .patches import Patch
+from .plain_tensors import QuantizationSpec
 from .saved_tensors import SavingForward
 from .shared_bits import SharedBits
 
@@ -43,7 +45,8 @@ class Handler:
         self.activations, self.errors, self.rounding = activations, errors, rounding
         self.chain, self.name, self.seed = chain, name, chain.seed
         self.set_replica(0)
-        self.count = torch.zeros((), dtype=torch.int64)
+        self.count = torch.zeros((), dtype=torch.int64)  # on the host; graphs count on the device
+        self.graph_count = graph_count.GraphCount()
 
     def set_replica(self, replica: int) -> None:
         """Draw the random bits of one of several copies of the model; copy 0 has those of a model without copies."""
@@ -51,11 +54,24 @@ class Handler:
         self.stream = (stream.fold(replica) if replica else stream).stream
         self.bits = SharedBits.claim(self.seed, self.stream, self)
 
+    @property
+    def runs(self) -> int:
+        """The number of runs in training. Waits for the device if a graph counts them there."""
+        return self.graph_count.total(self.count)
+
+    @runs.setter
+    def runs(self, number: int) -> None:
+        self.graph_count.load(number, self.count)
+
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "bits"}
+        state = {name: value for name, value in self.__dict__.items() if name not in ("bits", "graph_count")}
+        if self.graph_count.is_used:  # the graph is no copy's
+            state["count"] = torch.full((), self.runs, dtype=torch.int64)
+        return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+        self.graph_count = graph_count.GraphCount()
         self.bits = SharedBits.claim(self.seed, self.stream, self)
 
     def settings(self) -> str:
@@ -94,22 +110,40 @@ class Handler:
         """Return Q_A of one output; Q_E rounds its error."""
         if not x.dtype.is_floating_point or (self.activations is None and self.errors is None):
             return x
-        if inplace_cpu.kernels_can_write(x):
+        if (kernels := plain_tensors.kernels_to_write(x)) is not None:
             may_overwrite = self.may_overwrite_output and self._sees_output_first(module) and not x._is_view()
-            return inplace_cpu.quantize_activation(
-                x, self.next_spec(module), may_overwrite=may_overwrite, already_on_grid=already_on_grid, producer=self
-            )
-        seed, stream, count = operators.signed(self.seed), operators.signed(self.stream), self._next_count(module)
+            return plain_tensors.quantize_activation(
+                x, self.next_spec(module, x, kernels), kernels, may_overwrite=may_overwrite,
+                already_on_grid=already_on_grid, producer=self,
+            )  # fmt: skip
+        seed, stream, count = operators.signed(self.seed), operators.signed(self.stream), self._next_count(module, x)
         rounding = self._rounding_of(module)
         return cast(Tensor, lower_op(x, self.activations, self.errors, rounding, seed, stream, count))
 
-    def next_spec(self, module: nn.Module) -> QuantizationSpec:
-        """Count one more run if the module is in training; return the settings of that run."""
-        key = Key(self.seed, self.stream, int(self.count.add_(1)) if module.training else 0)
-        return QuantizationSpec(self.activations, self.errors, self._rounding_of(module), key)
+    def next_spec(self, module: nn.Module, x: Tensor, kernels: Kernels) -> QuantizationSpec:
+        """Count one more run if the module is in training; return the settings of that run, which rounds x."""
+        number, step = 0, None
+        if module.training and kernels.deferred and (self.graph_count.is_used or graph_count.is_capturing(x)):
+            step = self.graph_count.next_number(self.count)
+        elif module.training:
+            number = int(self.count.add_(1))
+            if kernels.deferred:
+                self.graph_count.prepare(x.device)
+        key = Key(self.seed, self.stream, number)
+        return QuantizationSpec(self.activations, self.errors, self._rounding_of(module), key, step)
 
-    def _next_count(self, module: nn.Module) -> Tensor:
+    def _next_count(self, module: nn.Module, x: Tensor) -> Tensor:
         """Count as `next_spec` does; return the count as a tensor, which later runs leave as it is."""
+        if not torch.compiler.is_compiling():
+            if isinstance(x, FakeTensor) and not isinstance(self.count, FakeTensor):
+                return x.new_zeros((), dtype=torch.int64, device="cpu")  # a run without numbers is none
+            if module.training and graph_count.is_capturing(x):
+                raise RuntimeError(
+                    f"a lowered layer cannot be captured in a CUDA graph without kernels for its output, a {type(x).__name__} of "
+                    f"{x.dtype}: use plain tensors of torch.float32, torch.bfloat16 or torch.float16, and install triton"
+                )
+            if module.training and self.graph_count.is_used:
+                return self.graph_count.next_number(self.count)
         if not module.training:
             return torch.zeros_like(self.count)
         self.count.add_(1)
@@ -125,7 +159,7 @@ class Handler:
         """
         if not self._sees_output_first(module) or "/" in str(self.activations):
             return False
-        return bool(args) and inplace_cpu.is_on_grid(args[0], self.activations)
+        return bool(args) and plain_tensors.is_on_grid(args[0], self.activations)
 
     def _sees_output_first(self, module: nn.Module) -> bool:
         """Return True if this hook gets the output as the module's type makes it: no other hook or forward was there."""

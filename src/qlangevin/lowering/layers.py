@@ -87,7 +87,8 @@ def lower(
             several calls may lower different ``layers`` of one model.
         stream: distinguishes chains that share a seed, and parts of a network that are lowered as models of their own: two
             layers with the same seed, stream and name would draw the same bits, and their common backward raises.
-        save_codes: keep tensors on the grid of the activations as codes for backward, which changes no number.
+        save_codes: keep tensors on the grid of the activations as codes for backward, which changes no number. On a GPU these are
+            the outputs of layers and views of them, and a tensor that held a NaN is NaN throughout in backward.
     """
     check_choice("rounding", rounding, ("nearest", "stochastic"))
     names = tuple(None if f is None or parse(f) == FP32 else str(parse(f)) for f in (activations, errors))
@@ -112,14 +113,14 @@ def unlower(model: M) -> M:
 
 def state_dict(model: nn.Module) -> dict[str, int]:
     """Return how often each layer has run in training: with the seed, all that its random bits depend on."""
-    return {name: int(handler.count) for name, handler in _named_handlers(model)}
+    return {name: handler.runs for name, handler in _named_handlers(model)}
 
 
 def load_state_dict(model: nn.Module, state: Mapping[str, int]) -> None:
     """Resume the random bits of a saved model."""
     check_state(model, state)
     for name, handler in _named_handlers(model):
-        handler.count.fill_(int(state[name]))
+        handler.runs = int(state[name])
 
 
 def check_state(model: nn.Module, state: Mapping[str, int]) -> None:

@@ -7,12 +7,14 @@ contiguous; () stands for a tensor that already is.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
-from .. import native
 from ..quantization import operators
-from ..quantization.formats import Format, parse
+from ..quantization.backend import kernels_for
+from ..quantization.formats import Format, check_holds, parse
 from ..quantization.random import Key
 
 __all__ = ["block_order", "memory_order", "quantize_in_memory_order", "reorder_dims", "restore_dims"]
@@ -48,19 +50,25 @@ def restore_dims(x: Tensor, order: tuple[int, ...]) -> Tensor:
 
 def quantize_in_memory_order(
     x: Tensor, format: str, rounding: str, key: Key, purpose: int, *, overwrite: bool = False,
-    positive: Tensor | None = None,
+    positive: Tensor | None = None, step: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Return x on a grid, in a new tensor of the same strides or, with ``overwrite``, in x itself.
 
-    ``positive`` holds int8 codes in the memory order of x: the result is zero where they are zero or less.
+    ``positive`` holds int8 codes in the `block_order` of x: the result is zero where they are zero or less. ``step``, on the
+    device, takes the place of that of the key.
     """
     parsed = parse(format)
     order, out = block_order(x, parsed), x if overwrite else torch.empty_like(x)
-    if order is None:
-        return out.copy_(operators.quantize_op(x, format, rounding, *operators.key_bits(key), purpose))
-    source, target = reorder_dims(x, order), reorder_dims(out, order)
-    if native.enabled_for(x) and x.dtype == torch.float32:
-        native.quantize(source, parsed, rounding, key, purpose, out=target, positive=positive)
-    else:
+    source, target = (x, out) if order is None else (reorder_dims(x, order), reorder_dims(out, order))
+    kernels = kernels_for(x)
+    if kernels is None or x.dtype not in kernels.floats:
+        key = key if step is None else replace(key, step=int(step))
         target.copy_(operators.quantize_op(source, format, rounding, *operators.key_bits(key), purpose))
+        return out
+    if x.dtype is not torch.float32:
+        check_holds(x.dtype, parsed)
+    if order is None:
+        target.copy_(kernels.quantize(source.contiguous(), parsed, rounding, key, purpose, step=step))
+    else:
+        kernels.quantize(source, parsed, rounding, key, purpose, out=target, positive=positive, step=step)
     return out

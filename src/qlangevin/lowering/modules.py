@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules import conv
 from torch.nn.utils.rnn import PackedSequence
 
-from . import inplace_cpu
+from . import plain_tensors
 from .convolution import ConvolutionFunction, Geometry, convolve_gathered, must_gather
 from .handler import Handler
 
@@ -74,9 +74,10 @@ class ReLUHandler(Handler):
     replaces_forward = quantizes_in_forward = True
 
     def forward(self, module: nn.ReLU, input: Tensor) -> Tensor:
-        plain = self.activations is not None and inplace_cpu.kernels_can_write(input)
-        if plain and inplace_cpu.is_on_grid(input, self.activations):
-            return inplace_cpu.relu_on_grid(input, self.next_spec(module), module.inplace)
+        kernels = None if self.activations is None else plain_tensors.kernels_to_write(input)
+        if kernels is not None and plain_tensors.is_on_grid(input, self.activations):
+            spec = self.next_spec(module, input, kernels)
+            return plain_tensors.relu_on_grid(input, spec, kernels, module.inplace, self)
         return self.quantize(module, nn.functional.relu(input, module.inplace))
 
 
@@ -91,7 +92,7 @@ class ConvolutionHandler(FreshOutputHandler):
 
     def forward(self, module: conv._ConvNd, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         geometry, recorded = Geometry.of(module), torch.is_grad_enabled()
-        plain = recorded and not (args or kwargs) and inplace_cpu.is_plain_cpu_tensor(input)
+        plain = recorded and not (args or kwargs) and plain_tensors.is_plain_cpu_tensor(input)
         if plain and _is_plain_convolution(module, input):
             function: Any = ConvolutionFunction
             return cast(Tensor, function.apply(input, module.weight, module.bias, geometry))

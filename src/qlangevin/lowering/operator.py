@@ -3,8 +3,8 @@
     forward    y = Q_A(x)
     backward   e_x = Q_E(e_y)
 
-The number of the step is a tensor, because compiled code must not depend on its value. `inplace_cpu` computes the same bits
-for plain tensors on the CPU.
+The number of the step is a tensor, because compiled code must not depend on its value. `plain_tensors` computes the same bits
+for plain tensors whose device has kernels.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..quantization import operators, random
 from ..quantization.formats import parse
+from .graph_count import is_capturing
 from .memory_order import quantize_in_memory_order
 
 __all__ = ["error_op", "lower_op"]
@@ -41,6 +42,13 @@ def _quantize_at_step(
 ) -> Tensor:
     if format is None:
         return x.clone()
+    if not step.is_cpu:
+        return quantize_in_memory_order(x, format, rounding, operators.key_of(seed, stream, 0), purpose, step=step)
+    if rounding != "nearest" and is_capturing(x):
+        raise RuntimeError(
+            "a compiled model cannot be captured in a CUDA graph: every replay would draw the same random bits; capture the "
+            "model without torch.compile"
+        )
     return quantize_in_memory_order(x, format, rounding, operators.key_of(seed, stream, int(step)), purpose)
 
 

@@ -7,6 +7,13 @@ once.
 
 A layer that writes its output onto the grid can produce the codes in the same pass. The model's `SavingForward` remembers
 for which layers that paid: those whose output autograd saved in an earlier forward.
+
+Where kernels are deferred, on GPUs, no tensor is tried, because the host would wait for the answer. Kept as codes are the outputs
+that layers have rounded, and views of all of one (see `rounded_outputs`). Others are kept unchanged, though the CPU would find
+them on the grid: parts and copies of outputs (such as channels-last ones, flattened), results of functions that are no layers
+(``torch.nn.functional.relu``, sums in fixed point), zeros, inputs and weights of the same format. A NaN has no code. The CPU
+keeps a tensor that holds one unchanged; deferred kernels write its codes and a flag, ``spoiled``, with which it decodes to NaN
+throughout. In half precision tensors are kept unchanged everywhere.
 """
 
 from __future__ import annotations
@@ -19,10 +26,12 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from ..quantization.backend import Kernels, kernels_for
 from ..quantization.codes import decode_values, empty_codes, encode_exactly
 from ..quantization.formats import Format
-from .memory_order import memory_order, reorder_dims, restore_dims
+from .memory_order import block_order, memory_order, reorder_dims, restore_dims
 from .patches import Patch
+from .rounded_outputs import Flags, RoundedOutput
 
 __all__ = ["SavedAsCodes", "SavedCodes", "SavedUnchanged", "SavingForward"]
 
@@ -36,10 +45,13 @@ class SavedCodes(NamedTuple):
     exponents: Tensor
     format: Format
     order: tuple[int, ...]
+    spoiled: Tensor | None = None  # 1 if the tensor held a NaN; all of it is one then
+    view: tuple[torch.Size, tuple[int, ...]] | None = None  # shape and strides of a view of all its memory
 
     def decode(self) -> Tensor:
         """Return the tensor that was saved."""
-        return restore_dims(decode_values(self.codes, self.exponents, self.format), self.order)
+        values = decode_values(self.codes, self.exponents, self.format, self.spoiled)
+        return restore_dims(values, self.order) if self.view is None else values.as_strided(*self.view)
 
 
 class SavedUnchanged(NamedTuple):
@@ -68,6 +80,8 @@ class SavedAsCodes(torch.autograd.graph.saved_tensors_hooks):
         self.format, self._saved_producers = format, saved_producers
         self._codes: dict[tuple[Any, ...], SavedCodes] = {}
         self._producers: dict[StorageWeakRef, Hashable] = {}
+        self._outputs: dict[StorageWeakRef, RoundedOutput] = {}
+        self._flags = Flags()
         super().__init__(self.pack, self.unpack)
 
     @staticmethod
@@ -84,6 +98,7 @@ class SavedAsCodes(torch.autograd.graph.saved_tensors_hooks):
         _thread.entered.remove(self)
         self._codes.clear()
         self._producers.clear()
+        self._outputs.clear()
         super().__exit__(*error)
 
     # ---- for autograd
@@ -107,6 +122,9 @@ class SavedAsCodes(torch.autograd.graph.saved_tensors_hooks):
             or (t.is_leaf and t.requires_grad)
         ):
             return None
+        kernels = kernels_for(t)
+        if kernels is not None and kernels.deferred:
+            return self._find_output_codes(t, kernels)
         key = _identify(t)
         if key not in self._codes:
             codes = self._encode(t)
@@ -124,22 +142,62 @@ class SavedAsCodes(torch.autograd.graph.saved_tensors_hooks):
         found = encode_exactly(reorder_dims(t.detach(), order), self.format)
         return None if found is None else SavedCodes(*found, self.format, order)
 
+    def _find_output_codes(self, t: Tensor, kernels: Kernels) -> SavedCodes | None:
+        """Return the codes of t if it is a rounded output or a view of all of one; None if that is not known."""
+        output = self._outputs.get(StorageWeakRef(t.untyped_storage()))
+        if output is None or not output.has_same_elements(t):
+            return None
+        codes = self._codes.get(output.key)
+        if codes is None:
+            codes = self._codes[output.key] = self._encode_output(output.of_view(t), kernels)
+            self._saved_producers.add(output.producer)
+        same = t.shape == output.shape and t.stride() == output.stride
+        return codes if same else codes._replace(view=(t.shape, t.stride()))
+
+    def _encode_output(self, x: Tensor, kernels: Kernels) -> SavedCodes:
+        """Return codes of numbers that are on the grid, unless they are NaN, without waiting for them."""
+        order = memory_order(x)
+        assert order is not None
+        values = reorder_dims(x.detach(), order)
+        codes, exponents = empty_codes(values, self.format)
+        kernels.encode(values, codes, exponents, self.format)
+        spoiled = values.amax().isnan().to(torch.int32).view(1)  # a NaN is the greatest of all
+        return SavedCodes(codes, exponents, self.format, order, spoiled)
+
     # ---- for layers
 
-    def begin_output(self, x: Tensor, order: tuple[int, ...], producer: Hashable) -> SavedCodes | None:
+    def wants_codes(self, x: Tensor, producer: Hashable) -> bool:
+        """Return True if an output of a producer was saved before, and codes of it would save memory."""
+        return producer in self._saved_producers and self._saves_memory(x)
+
+    def begin_output(
+        self, x: Tensor, order: tuple[int, ...], producer: Hashable, deferred: bool = False
+    ) -> SavedCodes | None:
         """Note that a producer writes its output into x; return codes to fill if an output of it was saved before."""
         self._producers[StorageWeakRef(x.untyped_storage())] = producer
-        return self.allocate_codes(x, order) if producer in self._saved_producers else None
+        return self.allocate_codes(x, order, deferred) if producer in self._saved_producers else None
 
-    def allocate_codes(self, x: Tensor, order: tuple[int, ...]) -> SavedCodes | None:
-        """Return codes for a tensor like x, to be filled by the caller; None if they would save no memory."""
-        if self.format.storage_bits >= 32 or x.numel() < MIN_NUMEL:
+    def allocate_codes(self, x: Tensor, order: tuple[int, ...], deferred: bool = False) -> SavedCodes | None:
+        """Return codes for a tensor like x, to be filled by the caller; None if they would save no memory.
+
+        ``deferred`` kernels fill in a flag as well.
+        """
+        if not self._saves_memory(x):
             return None
-        return SavedCodes(*empty_codes(reorder_dims(x, order), self.format), self.format, order)
+        spoiled = self._flags.take(x.device) if deferred else None
+        return SavedCodes(*empty_codes(reorder_dims(x, order), self.format), self.format, order, spoiled)
 
     def set_codes(self, x: Tensor, codes: SavedCodes) -> None:
         """Keep these codes if an operation saves x as it is now."""
         self._codes[_identify(x)] = codes
+
+    def note_output(self, x: Tensor, producer: Hashable) -> None:
+        """Note that x is on the grid as it is now, so that it is kept as codes if an operation saves it or a view of it."""
+        if self._saves_memory(x) and not x.is_inference() and block_order(x, self.format) is not None:
+            self._outputs[StorageWeakRef(x.untyped_storage())] = RoundedOutput.of(x, _identify(x), producer)
+
+    def _saves_memory(self, x: Tensor) -> bool:
+        return self.format.storage_bits < 32 and x.numel() >= MIN_NUMEL and x.dtype is torch.float32
 
 
 class _Thread(threading.local):

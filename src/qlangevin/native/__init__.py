@@ -46,6 +46,8 @@ if _chosen == "none":
 __all__ = ["available", "disabled", "level", "levels", "use_level"]
 
 available: bool = kernels is not None
+deferred = False  # a call returns when its work is done
+floats = frozenset((torch.float32,))
 _ROUNDINGS = {name: number for number, name in enumerate(get_args(Rounding))}
 
 if not available and _chosen != "none":
@@ -100,7 +102,7 @@ def quantize(
 ) -> Tensor:  # fmt: skip
     """Return Q(x) of a contiguous float32 tensor, or Q(x + move), written to ``out`` if given, which may be x itself.
 
-    Where ``positive``, int8 codes, is zero or less, the result is zero.
+    Where ``positive``, int8 codes, is zero or less, the result is zero. ``step`` takes the place of that of the key.
     """
     shape = x.shape
     x, source = _readable(x, None)
@@ -114,7 +116,8 @@ def quantize(
     move = None if move is None else _aligned(move)
     kernels.quantize(
         x=source, out=target, numel=x.numel(), grid=grid(format, shape),
-        rounding=_number(rounding_), seed=key.seed, stream=key.stream, step=key.step, purpose=purpose, variance=scalar,
+        rounding=_number(rounding_), seed=key.seed, stream=key.stream, step=key.step if step is None else int(step),
+        purpose=purpose, variance=scalar,
         variances=_memory_if_any(variances, torch.float32, shape), positive=_memory_if_any(positive, torch.int8, shape),
         move=_memory_if_any(move, torch.float32, shape), threads=torch.get_num_threads(),
     )  # fmt: skip
@@ -122,14 +125,16 @@ def quantize(
 
 
 def quantize_with_codes(
-    x: Tensor, format: Format, rounding_: str, key: Key, purpose: int, codes: tuple[Tensor, Tensor]
-) -> bool:
+    x: Tensor, format: Format, rounding_: str, key: Key, purpose: int, codes: tuple[Tensor, Tensor], *,
+    spoiled: Tensor | None = None, step: Tensor | None = None,
+) -> bool:  # fmt: skip
     """Round x in place and write codes and exponents of the result; return False if it holds a NaN, which has no code."""
     memory = _memory(x, torch.float32, None)
-    return kernels.quantize(
-        x=memory, out=memory, rounding=_number(rounding_), seed=key.seed, stream=key.stream, step=key.step, purpose=purpose,
-        **_coded(*codes, format, x.shape),
+    has_codes = kernels.quantize(
+        x=memory, out=memory, rounding=_number(rounding_), seed=key.seed, stream=key.stream,
+        step=key.step if step is None else int(step), purpose=purpose, **_coded(*codes, format, x.shape),
     )  # fmt: skip
+    return _note_nan(has_codes, spoiled)
 
 
 def draw(key: Key, count: int, purpose: int, normal: bool) -> Tensor:
@@ -151,8 +156,13 @@ def encode(values: Tensor, codes: Tensor, exponents: Tensor, format: Format) -> 
     kernels.encode(values=source, **_coded(codes, exponents, format, codes.shape))
 
 
-def decode(values: Tensor, codes: Tensor, exponents: Tensor | None, format: Format) -> None:
-    """Write the values that codes and exponents stand for. All contiguous, one code an element."""
+def decode(
+    values: Tensor, codes: Tensor, exponents: Tensor | None, format: Format, *, spoiled: Tensor | None = None
+) -> None:
+    """Write the values that codes and exponents stand for; NaN if ``spoiled``. All contiguous, one code an element."""
+    if spoiled is not None and bool(spoiled):
+        values.fill_(torch.nan)
+        return
     if format == FP32:
         values.copy_(codes.view(torch.float32))
         return
@@ -160,13 +170,23 @@ def decode(values: Tensor, codes: Tensor, exponents: Tensor | None, format: Form
     kernels.decode(values=_memory(values, torch.float32, codes.shape), **_coded(codes, exponents, format, codes.shape))
 
 
-def relu_with_codes(x: Tensor, out: Tensor, codes: Tensor, exponents: Tensor, format: Format) -> bool:
+def relu_with_codes(
+    x: Tensor, out: Tensor, codes: Tensor, exponents: Tensor, format: Format, *, spoiled: Tensor | None = None
+) -> bool:
     """Write relu(x) to ``out``, which may be x, and its codes, for x on the grid; return False if it holds a NaN."""
     shape = codes.shape
-    return kernels.relu_with_codes(
+    has_codes = kernels.relu_with_codes(
         x=_memory(x, torch.float32, shape), out=_memory(out, torch.float32, shape),
         **_coded(codes, exponents, format, shape),
     )  # fmt: skip
+    return _note_nan(has_codes, spoiled)
+
+
+def _note_nan(has_codes: bool, spoiled: Tensor | None) -> bool:
+    """Write 1 to the flag, if one is given, of numbers that have no codes; return if they have."""
+    if spoiled is not None and not has_codes:
+        spoiled.fill_(1)
+    return has_codes
 
 
 def encode_exactly(values: Tensor, codes: Tensor, exponents: Tensor, format: Format) -> bool:

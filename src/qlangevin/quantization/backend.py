@@ -1,13 +1,13 @@
 """Registry of fused kernels: one backend for each type of device.
 
-A package of kernels registers itself (`native` does for the CPU); those of other devices (`gpu`) are loaded when the first tensor there
-asks for them. Code that has a fast path asks `kernels_for` its tensors and runs plain PyTorch if the answer is None. Results are the
-same to the bit. `suspended` turns kernels off within a context.
+A package of kernels registers itself: `native` does for the CPU, and `gpu` offers to load kernels of other devices when the first
+tensor there asks for them. Code that has a fast path asks `kernels_for` its tensors, and runs plain PyTorch if the answer is
+None. Results are the same to the bit. `suspended` turns kernels off within a context.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple, Protocol
@@ -18,7 +18,7 @@ from torch import Tensor
 from .formats import Format
 from .random import Key
 
-__all__ = ["Kernels", "TensorStep", "kernels_for", "register", "suspended", "unregister"]
+__all__ = ["Kernels", "TensorStep", "is_deferred", "kernels_for", "offer", "register", "suspended", "unregister"]
 
 
 class TensorStep(NamedTuple):
@@ -53,15 +53,15 @@ class Kernels(Protocol):
     def sgld(self, *args: Any, **kwargs: Any) -> None:
         """Step several tensors of an SGLD sampler, in place, in one call; `native.sgld` names the arguments.
 
-        Deferred kernels also take ``slots``, ``counts`` and ``flags`` of `begin_step`: the number of a step is then the count, and
-        nothing changes unless flags[0] is NO_ERROR; flags[1] = flags[0] afterwards.
+        Deferred kernels also take ``slots``, ``counts`` and ``flags`` of `begin_step`: the number of a step is then the count,
+        and nothing changes unless flags[0] is NO_ERROR; flags[1] = flags[0] afterwards.
         """
 
     def begin_step(self, gradients: list[Tensor], slots: list[int], counts: Tensor, flags: Tensor, /) -> None:
         """Begin a step of tensors that have numbers, their slots: count it, and look for gradients that are not finite.
 
-        ``counts`` is int64, ``flags`` two int32, (now, before). If flags[1] is NO_ERROR, count up counts[slot]; if a gradient holds an
-        infinity or a NaN, lower flags[0] to its slot. Deferred kernels only.
+        ``counts`` is int64, ``flags`` two int32, (now, before). If flags[1] is NO_ERROR, count up counts[slot], and lower
+        flags[0] to the slot of a gradient that holds an infinity or a NaN. Deferred kernels only.
         """
 
     def quantize_with_codes(
@@ -71,7 +71,15 @@ class Kernels(Protocol):
         """Round x in place and write codes and exponents of the result; return False if it holds a NaN, which has no code."""
 
     def relu_with_codes(
-        self, x: Tensor, out: Tensor, codes: Tensor, exponents: Tensor, format: Format, /, *, spoiled: Tensor | None = None
+        self,
+        x: Tensor,
+        out: Tensor,
+        codes: Tensor,
+        exponents: Tensor,
+        format: Format,
+        /,
+        *,
+        spoiled: Tensor | None = None,
     ) -> bool:
         """Write relu(x) to ``out``, and its codes, for x on the grid; return False if it holds a NaN."""
 
@@ -79,7 +87,14 @@ class Kernels(Protocol):
         """Write codes and exponents of values on the grid."""
 
     def decode(
-        self, values: Tensor, codes: Tensor, exponents: Tensor | None, format: Format, /, *, spoiled: Tensor | None = None
+        self,
+        values: Tensor,
+        codes: Tensor,
+        exponents: Tensor | None,
+        format: Format,
+        /,
+        *,
+        spoiled: Tensor | None = None,
     ) -> None:
         """Write the values that codes and exponents stand for; NaN throughout if they were spoiled."""
 
@@ -93,6 +108,7 @@ class Kernels(Protocol):
 NO_ERROR = 2**31 - 1  # in flags, where there could be the slot of a tensor
 
 _backends: dict[str, Kernels] = {}
+_loaders: list[Callable[[str], Kernels | None]] = []
 _without: set[str] = {"cpu", "meta"}  # types of devices for which there is nothing to load
 _FLOAT64 = torch.float64
 
@@ -105,6 +121,12 @@ def register(device_type: str, kernels: Kernels) -> None:
 def unregister(device_type: str) -> Kernels | None:
     """Remove and return the kernels of a type of device."""
     return _backends.pop(device_type, None)
+
+
+def is_deferred(device_type: str) -> bool:
+    """Return True if a type of device has kernels that the host must not wait for."""
+    kernels = _backends.get(device_type) or _load(device_type)
+    return kernels is not None and kernels.deferred
 
 
 class _Suspension:
@@ -137,29 +159,37 @@ def _unless_suspended(kernels: Kernels | None) -> Kernels | None:
 
 
 def kernels_for(*tensors: Tensor) -> Kernels | None:
-    """Return the kernels of the device that all of these tensors are on; None for float64, which no kernel computes in."""
-    common: Kernels | None = None
+    """Return the kernels of the device that these tensors are on; None for float64, which no kernel computes in.
+
+    Raise ValueError if they are on several devices.
+    """
+    first, is_float64 = tensors[0], False
+    on_cpu = first.is_cpu  # this runs at every operation, and is_cpu is faster than device.type
     for t in tensors:
-        # This runs at every operation, and is_cpu is faster than device.type.
-        found = _backends.get("cpu") if t.is_cpu else _backends.get(t.device.type) or _load(t.device.type)
-        if found is None or t.dtype is _FLOAT64:
-            return None
-        if common is not found:
-            if common is not None:
-                return None
-            common = found
-    return _unless_suspended(common) if _lasting else common
+        if t is not first and (not t.is_cpu if on_cpu else t.device != first.device):
+            raise ValueError(
+                f"the tensors of one operation must be on one device, got {first.device} and {t.device}; move one of them, "
+                f"with .to({str(first.device)!r}) or .to({str(t.device)!r})"
+            )
+        is_float64 = is_float64 or t.dtype is _FLOAT64
+    if is_float64:
+        return None
+    found = _backends.get("cpu") if on_cpu else _backends.get(first.device.type) or _load(first.device.type)
+    return _unless_suspended(found) if _lasting else found
+
+
+def offer(load: Callable[[str], Kernels | None]) -> None:
+    """Have the kernels of a type of device that has none loaded by this function when they are first asked for."""
+    _loaders.append(load)
 
 
 def _load(device_type: str) -> Kernels | None:
     """Load the kernels of a type of device when its first tensor asks for them."""
     if device_type in _without:
         return None
-    from .. import gpu
-
-    kernels = gpu.load(device_type)
-    if kernels is None:
-        _without.add(device_type)
-    else:
-        register(device_type, kernels)
-    return kernels
+    for load in _loaders:
+        if (kernels := load(device_type)) is not None:
+            register(device_type, kernels)
+            return kernels
+    _without.add(device_type)
+    return None

@@ -100,13 +100,15 @@ def check_layout(layout: CodeLayout, codes: Tensor, exponents: Tensor | None, ma
 def _is_usual(layout: CodeLayout, codes: Tensor, exponents: Tensor | None) -> bool:
     """Return True for sound codes in plain memory, fast: this precedes every use of codes. False says nothing."""
     try:
-        if type(codes) is not Tensor or not codes.is_cpu:
+        if type(codes) is not Tensor:
             return False
         if not _holds(codes, layout.dtype, layout.codes, layout.itemsize, layout.nbytes):
             return False
         if exponents is None or layout.exponents is None:
             return exponents is None and layout.exponents is None
-        if type(exponents) is not Tensor or not exponents.is_cpu:
+        if type(exponents) is not Tensor:
+            return False
+        if not (codes.is_cpu and exponents.is_cpu) and codes.device != exponents.device:
             return False
         return _holds(exponents, torch.int8, layout.exponents, 1, layout.blocks)
     except RuntimeError:  # some tensors have no shape or no storage

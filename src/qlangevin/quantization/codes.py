@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from . import operators
-from .backend import kernels_for
+from .backend import Kernels, kernels_for
 from .code_memory import check_codes, check_storage, packed_shape
 from .formats import FP32, Format, parse
 
@@ -69,25 +69,36 @@ def decode_op(codes: Tensor, exponents: Tensor | None, format: str) -> Tensor:
     if exponents is not None:
         check_storage(exponents)
         exponents = exponents.contiguous()
-    return _decode(codes, exponents, parse(format))
+    return _decode(codes, exponents, parse(format), _kernels_for(codes, exponents))
 
 
-def decode_values(codes: Tensor, exponents: Tensor | None, format: Format) -> Tensor:
-    """Return the float32 numbers that codes stand for. Skips the operator, which costs more than a small tensor does."""
-    if type(codes) is Tensor and kernels_for(codes) is not None:
-        return _decode(codes, exponents, format)
+def decode_values(
+    codes: Tensor, exponents: Tensor | None, format: Format, spoiled: Tensor | None = None
+) -> Tensor:  # fmt: skip
+    """Return the float32 numbers that codes stand for, NaN throughout if ``spoiled`` is 1.
+
+    Skips the operator, which costs more than a small tensor does.
+    """
+    if type(codes) is Tensor and (kernels := _kernels_for(codes, exponents)) is not None:
+        return _decode(codes, exponents, format, kernels, spoiled)
     check_codes(codes, exponents, format, codes.shape, packed=False)
     result: Tensor = decode_op(codes, exponents, str(format))
-    return result
+    return result if spoiled is None else torch.where(spoiled != 0, torch.nan, result)
 
 
-def _decode(codes: Tensor, exponents: Tensor | None, format: Format) -> Tensor:
-    kernels, codes = kernels_for(codes), codes.contiguous()
+def _kernels_for(codes: Tensor, exponents: Tensor | None) -> Kernels | None:
+    return kernels_for(codes) if exponents is None else kernels_for(codes, exponents)
+
+
+def _decode(
+    codes: Tensor, exponents: Tensor | None, format: Format, kernels: Kernels | None, spoiled: Tensor | None = None
+) -> Tensor:
+    codes = codes.contiguous()
     if kernels is None or format == FP32:
         check_codes(codes, exponents, format, codes.shape, packed=False)
         return format.decode(codes, exponents)
     values = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
-    kernels.decode(values, codes, exponents, format)  # which checks the same
+    kernels.decode(values, codes, exponents, format, spoiled=spoiled)  # which checks the same
     return values
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .._validate import check_choice
 from . import formats, random, rounding
-from .backend import kernels_for
+from .backend import Kernels, kernels_for
 from .code_memory import check_storage
 from .formats import Format, parse
 from .laws import Mean
@@ -80,6 +80,18 @@ def working_values(x: Tensor) -> Tensor:
     return x.contiguous().to(working_dtype(x.dtype))
 
 
+def kernel_values(x: Tensor) -> tuple[Tensor, Kernels | None]:
+    """Return x as it is computed with, contiguous, and the kernels that take it, half precisions as they are if they can."""
+    kernels = kernels_for(x)
+    if kernels is None or x.dtype not in kernels.floats:
+        values = working_values(x)
+        return values, kernels if kernels is None or values is x else kernels_for(values)
+    if not x.is_contiguous():
+        check_storage(x)
+        x = x.contiguous()
+    return x, kernels  # which check the memory themselves
+
+
 def check(x: Tensor, format: str) -> Format:
     """Return the parsed format; raise if the dtype of x cannot hold its numbers."""
     parsed = parse(format)
@@ -92,8 +104,7 @@ def quantize_op(x: Tensor, format: str, rounding_: str, seed: int, stream: int, 
     """Return Q^d(x) or Q^s(x); see `quantize`."""
     if rounding_ not in ("nearest", "stochastic"):
         raise ValueError(f"rounding must be nearest or stochastic, got {rounding_!r}")
-    parsed, values = check(x, format), working_values(x)
-    kernels, key = kernels_for(values), key_of(seed, stream, step)
+    parsed, (values, kernels), key = check(x, format), kernel_values(x), key_of(seed, stream, step)
     if kernels is None:
         check_storage(values)
         return rounding.quantize_values(values, parsed, rounding_, key, purpose).to(x.dtype)
@@ -106,11 +117,12 @@ def corrected_op(
 ) -> Tensor:
     """Return Q^vc(μ, v); see `corrected`."""
     parsed, dtype = check(mu, format), working_dtype(mu.dtype)
-    v, values = check_variance(variance, mu, dtype), working_values(mu)
-    kernels, key = kernels_for(values), key_of(seed, stream, step)
+    v, (values, kernels) = check_variance(variance, mu, dtype), kernel_values(mu)
+    key = key_of(seed, stream, step)
     if kernels is None or algorithm == "paper":
+        values = working_values(values)
         check_storage(values)
-        return rounding.corrected_values(values, v, parsed, algorithm, key).to(mu.dtype)
+        return rounding.corrected_values(values, v.to(mu.device), parsed, algorithm, key).to(mu.dtype)
     return kernels.quantize(values, parsed, "corrected", key, random.ROUNDING, v).to(mu.dtype)
 
 
@@ -119,9 +131,9 @@ def draw(mu: Mean, variance: Tensor, format: Format, key: Key, algorithm: Algori
 
     Not an operator: code that a compiler traces must not call it.
     """
+    kernels = kernels_for(mu.start) if mu.move is None else kernels_for(mu.start, mu.move)
     if format == formats.FP32 and not bool(variance.any()):
         return mu.total
-    kernels = kernels_for(mu.start)
     if kernels is None or algorithm == "paper":
         return rounding.corrected_values(mu, variance, format, algorithm, key)
     start, move = mu.start.contiguous(), None if mu.move is None else mu.move.contiguous()
@@ -129,9 +141,12 @@ def draw(mu: Mean, variance: Tensor, format: Format, key: Key, algorithm: Algori
 
 
 def check_variance(variance: Tensor, mu: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the variance as the computation takes it. Reads the tensor, so it has to be called inside an operator."""
+    """Return the variance as the computation takes it. Reads the tensor, so it has to be called inside an operator.
+
+    A number stays where it is: only a variance on a GPU makes the host wait for the GPU.
+    """
     check_storage(variance)
-    spread = variance.to(mu.device, dtype)
+    spread = variance.to(dtype)
     try:
         spread = spread.expand_as(mu).contiguous() if spread.dim() else spread
     except RuntimeError as error:
@@ -143,7 +158,7 @@ def check_variance(variance: Tensor, mu: Tensor, dtype: torch.dtype) -> Tensor:
         worst = None if bool(good.all()) else spread[~good].flatten()[0].item()
     if worst is not None:
         raise ValueError(f"variance must be a finite {dtype} and not negative, got {worst}")
-    return spread
+    return spread.to(mu.device) if spread.dim() else spread
 
 
 @fake("quantize")

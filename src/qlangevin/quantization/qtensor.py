@@ -21,7 +21,7 @@ from .formats import FORMATS, Format, check_format, check_holds, parse
 from .operators import Rounding
 from .random import Key
 
-__all__ = ["QTensor", "decoded", "encode", "encode_on_grid", "encode_rounded"]
+__all__ = ["QTensor", "decoded", "encode", "encode_on_grid", "encode_rounded", "one_code_a_byte"]
 
 
 class QTensor(torch.Tensor):
@@ -81,6 +81,11 @@ class QTensor(torch.Tensor):
     ) -> QTensor:
         format, base_shape, dtype, offset = about
         return cls(parts["codes"], parts.get("exponents"), format, base_shape, dtype, (size, strides, offset))
+
+    def _stable_hash_for_caching(self) -> str:
+        """Return what tells compiled code for this tensor from code for others; the compiler asks for it."""
+        about = (self.base_shape, self.shape, self.stride(), self.storage_offset(), self.dtype, self.device)
+        return f"QTensor {self.format} {about} {self.requires_grad}"
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]
@@ -172,6 +177,22 @@ class QTensor(torch.Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         grad = ", requires_grad=True" if self.requires_grad else ""
         return f"QTensor({self.format}, shape={tuple(self.shape)}, {self.nbytes} bytes, device={self.device}{grad})"
+
+
+class _OneCodeAByte(QTensor):
+    """Codes of up to 4 bits as kernels take them, not two in a byte."""
+
+    def unpacked(self) -> Tensor:
+        self.check()
+        return self.codes
+
+
+def one_code_a_byte(q: QTensor) -> QTensor:
+    """Return q, or if two of its codes share a byte a copy with one in each, over the same exponents."""
+    if q.format.storage_bits > 4:
+        return q
+    layout = code_layout(q.format, q.base_shape, packed=False)
+    return _OneCodeAByte(q.unpacked().contiguous(), q.exponents, q.format, q.base_shape, q.dtype, layout=layout)
 
 
 class _Decode(torch.autograd.Function):

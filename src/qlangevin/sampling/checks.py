@@ -15,7 +15,7 @@ from .gradients import first_not_finite
 from .replacing import check_not_replaced
 from .step import StepSettings
 
-__all__ = ["check_parameter", "first_not_a_number"]
+__all__ = ["check_accumulator", "check_gradient", "check_parameter", "first_not_a_number"]
 
 
 def check_parameter(p: Tensor, settings: StepSettings) -> None:
@@ -32,6 +32,28 @@ def check_parameter(p: Tensor, settings: StepSettings) -> None:
             )
     if part is not p:
         check_shard(p, parse(settings.weights_format(part) or "fp32"))
+
+
+def check_gradient(p: Tensor, gradient: Tensor) -> None:
+    """Refuse a gradient that is not dense and real, or not on the device of its parameter."""
+    if gradient.layout != torch.strided or gradient.is_complex():
+        kind = "complex" if gradient.is_complex() else "sparse"
+        raise TypeError(f"has a {kind} gradient; SGLD needs dense real ones")
+    if p.is_cpu and gradient.is_cpu:
+        return  # faster than to compare devices
+    home = local(p).device
+    if gradient.device != home:
+        raise ValueError(f"is on {home}, its gradient on {gradient.device}; move the gradient to {home}")
+
+
+def check_accumulator(p: Tensor, accumulator: Tensor, name: str) -> None:
+    """Refuse an accumulator that is not on the device of its parameter."""
+    home = local(p).device
+    if accumulator.device != home:
+        raise ValueError(
+            f"{name} is on {home}, its accumulator on {accumulator.device}: the model was moved after the sampler was made. Move "
+            "the accumulators after it with sampler.load_state_dict(sampler.state_dict()), or move the model first"
+        )
 
 
 @lru_cache(maxsize=1024)

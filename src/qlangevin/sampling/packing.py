@@ -13,6 +13,7 @@ from ..quantization import random
 from ..quantization.formats import Format, check_holds, parse
 from ..quantization.operators import Rounding
 from ..quantization.qtensor import QTensor, decoded, encode_rounded
+from .host_copy import has_no_numbers
 from .replacing import replace_parameters
 from .step import parameter_key, quantize_for
 
@@ -88,11 +89,11 @@ def _check_can_be_packed(name: str, module: nn.Module, p: Tensor, format: Format
         )
     if isinstance(p, QTensor):
         raise ValueError(f"{name!r} is packed already, as {p.format}; unpack(model) first")
-    if type(p) not in (nn.Parameter, Tensor):
+    if type(p) not in (nn.Parameter, Tensor) and not has_no_numbers(p):
         raise TypeError(f"{name!r} is a {type(p).__name__}; only plain parameters can be packed")
     try:
         check_holds(p.dtype, format)
     except (TypeError, ValueError) as error:
         raise type(error)(f"{name!r}: {error}") from None
-    if not bool(p.isfinite().all()):
+    if not has_no_numbers(p) and not bool(p.isfinite().all()):
         raise ValueError(f"{name!r} holds an infinity or a NaN, for which {format} has no code")

@@ -1,7 +1,7 @@
 """One step of Langevin dynamics: its settings, the update as a pure function of tensors, and the driver that steps many.
 
 `step_tensors` runs on two paths that agree bit for bit: `update` in plain PyTorch, which is the specification, and the fused
-kernels of `native`. Plain tensors pass through the operator ``qlangevin::sgld_``, which is opaque to `torch.compile`.
+kernels of the tensors' device. Plain tensors pass through the operator ``qlangevin::sgld_``, which is opaque to `torch.compile`.
 """
 
 from __future__ import annotations
@@ -17,15 +17,17 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from .. import native
+from .._dtensor import shard_of
 from .._validate import check_choice, check_flag, check_number
 from ..quantization import operators, random
-from ..quantization.backend import TensorStep
+from ..quantization.backend import Kernels, TensorStep
 from ..quantization.formats import BF16, FLOAT32_MAX, FP16, FP32, parse
 from ..quantization.laws import Mean
 from ..quantization.operators import Algorithm, Rounding
 from ..quantization.qtensor import QTensor, decoded
 from ..quantization.random import Key
+from .host_copy import has_no_numbers
+from .kernel_step import check_shape, step_by_kernels, step_kernels
 
 __all__ = [
     "FIELDS", "FORMATS", "StepSettings", "TensorStep", "parameter_key", "quantize_for", "sgld_op",
@@ -107,6 +109,10 @@ class StepSettings:
             return str(theta.format)
         return self.weights or _DTYPE_FORMATS.get(theta.dtype)
 
+    def key_of(self, p: Tensor, index: int, step: int) -> Key:
+        """Return the random bits of a parameter, or of the shard of it that this process has."""
+        return parameter_key(self.seed, self.stream, index, step, shard_of(p))
+
     @cached_property
     def text(self) -> str:
         """The settings as the operator takes them."""
@@ -162,8 +168,7 @@ def update(theta: Tensor, gradient: Tensor, settings: StepSettings, format: str 
 
     The drift δ is never added to θ in float32 before θ is rounded: there it would lose its digits, or all of itself.
     """
-    if gradient.shape != theta.shape:
-        raise ValueError(f"the gradient must have theta's shape, {tuple(theta.shape)}, got {tuple(gradient.shape)}")
+    check_shape(theta, gradient)
     dtype = operators.working_dtype(theta.dtype)
     theta, gradient = decoded(theta).to(dtype), gradient.to(dtype)
     g = quantize_for(random.GRADIENT, gradient, settings.gradients, "stochastic", key)
@@ -217,44 +222,18 @@ def _(thetas: list[Tensor], *_: Any) -> None:
 
 def _step_each(tensors: Sequence[TensorStep], settings: StepSettings) -> None:
     """Step tensors in place: by the kernels where they can, by `update` elsewhere."""
-    fused = []
+    fused: dict[Kernels, list[TensorStep]] = {}
     for t in tensors:
-        if _has_kernel(t, settings):
-            fused.append(t)
+        if has_no_numbers(t.theta):
+            check_shape(t.theta, t.gradient)
+            continue
+        kernels = step_kernels(t.theta, t.gradient, settings)
+        if kernels is not None:
+            fused.setdefault(kernels, []).append(t)
         else:
             _step_by_pytorch(t, settings)
-    if fused:
-        _step_by_kernels(fused, settings)
-
-
-def _has_kernel(t: TensorStep, settings: StepSettings) -> bool:
-    if settings.algorithm == "paper" and settings.rounding == "corrected":
-        return False
-    if not isinstance(t.theta, QTensor):
-        return t.theta.dtype == torch.float32 and native.enabled_for(t.theta, t.gradient)
-    two_in_a_byte = t.theta.format.storage_bits <= 4
-    return not two_in_a_byte and t.theta.dtype != torch.float64 and native.enabled_for(t.theta.codes, t.gradient)
-
-
-def _step_by_kernels(tensors: Sequence[TensorStep], s: StepSettings) -> None:
-    weights, gradients, accumulator = (parse(f) if f else None for f in (s.weights, s.gradients, s.accumulator))
-    contiguous = [_make_contiguous(t) for t in tensors]
-    native.sgld(
-        contiguous, weights=weights, gradients=gradients, accumulator=accumulator, rounding=s.rounding, lr=s.lr,
-        weight_decay=s.weight_decay, variance=s.variance, maximize=s.maximize,
-    )  # fmt: skip
-    for t, stepped in zip(tensors, contiguous, strict=True):
-        if stepped.theta is not t.theta:
-            t.theta.copy_(stepped.theta)
-        torch.autograd.graph.increment_version(t.theta)  # autograd does not see what the kernels write
-
-
-def _make_contiguous(t: TensorStep) -> TensorStep:
-    """Return the tensors as the kernels read them; a QTensor has contiguous codes."""
-    theta = t.theta if isinstance(t.theta, QTensor) else t.theta.contiguous()
-    gradient = t.gradient.to(torch.float32).contiguous()
-    gradient = gradient.resolve_neg() if gradient.is_neg() else gradient  # conj().imag holds its negative in memory
-    return t if theta is t.theta and gradient is t.gradient else t._replace(theta=theta, gradient=gradient)
+    for kernels, some in fused.items():
+        step_by_kernels(kernels, some, settings)
 
 
 def _step_by_pytorch(t: TensorStep, settings: StepSettings) -> None:

@@ -1,19 +1,21 @@
 """A look at a chain now and then, for what goes wrong without an error: weights that saturate, drifts that tear a chain apart.
 
-Looks are before steps 1, 2, 4, 8, ... and before every thousandth, which costs a long run next to nothing.
+Looks are before steps 1, 2, 4, 8, ... and before every thousandth, which costs a long run next to nothing. On a device that the
+host must not wait for, what was seen is sent to the host, and judged in a later step.
 """
 
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .._dtensor import local
 from .._warnings import warn_once
 from ..quantization.formats import parse
 from ..quantization.qtensor import decoded
+from .host_copy import HostCopy
 from .step import StepSettings
 
 __all__ = ["Watch", "count_saturated", "is_look"]
@@ -39,7 +41,26 @@ def count_saturated(weights: Tensor, format: str | None) -> int:
     least, most = weights.aminmax()
     if least > low and most < high:  # one pass over memory, and the usual case
         return 0
-    return int(((weights >= high) | (weights <= low)).sum())
+    return int(_saturated(weights, format).sum())
+
+
+def _saturated(weights: Tensor, format: str) -> Tensor:
+    return (weights >= parse(format).high) | (weights <= parse(format).low)
+
+
+class Look(NamedTuple):
+    """One parameter before a step, all but the numbers on its device."""
+
+    settings: StepSettings
+    format: str | None
+    size: int
+    step: int
+    name: str
+
+    @property
+    def has_ends(self) -> bool:
+        """True if weights can reach the ends of the range."""
+        return self.format is not None and parse(self.format).high < REACHABLE
 
 
 class Watch:
@@ -48,21 +69,53 @@ class Watch:
     def __init__(self) -> None:
         self.given: set[str] = set()
         self._drift = self._noise = self._weights = 0.0  # squared norms, summed over the parameters of one look
+        self._seen: list[tuple[Look, Tensor]] = []  # in this step, on a device
+        self._sent: list[tuple[list[Look], HostCopy]] = []  # in an earlier one
 
-    def look(self, p: Tensor, gradient: Tensor, settings: StepSettings, step: int, name: str) -> None:
+    def look(
+        self, weights: Tensor, gradient: Tensor, settings: StepSettings, step: int, name: str, *, wait: bool = True
+    ) -> None:
         """Look at one parameter before a step; `conclude` follows when all of them were looked at."""
-        format, weights = settings.weights_format(local(p)), decoded(local(p).detach())
-        grid = None if format is None else parse(format)
-        if grid is not None and grid.high < REACHABLE and "saturated" not in self.given:
-            self._check_saturation(weights, str(format), name)
-        if step == 1 or "drift" in self.given:  # weights that are zero at first are moved by any gradient
+        seen = Look(settings, settings.weights_format(weights), weights.numel(), step, name)
+        weights = decoded(weights.detach())
+        if not wait:
+            self._seen.append((seen, _measure(seen, weights, gradient)))
             return
-        gap = getattr(grid, "step", None) or 0.0  # a drift below the gap of a fixed grid does not move weights far
-        self._weights += _squared_norm(weights) + weights.numel() * gap**2
-        self._drift += settings.lr**2 * _squared_norm(gradient)
-        self._noise += settings.variance * weights.numel()
+        if seen.has_ends and "saturated" not in self.given:
+            self._judge_saturation(seen, count_saturated(weights, seen.format), stacklevel=8)
+        if step > 1 and "drift" not in self.given:  # weights that are zero at first are moved by any gradient
+            self._add(seen, _squared_norm(weights), _squared_norm(gradient))
 
     def conclude(self) -> None:
+        """Judge what was looked at in this step, or send it to the host where that has to wait."""
+        self._judge_drift(stacklevel=7)
+        devices = dict.fromkeys(numbers.device for _, numbers in self._seen)
+        for device in devices:
+            some = [(look, numbers) for look, numbers in self._seen if numbers.device == device]
+            self._sent.append(([look for look, _ in some], HostCopy(torch.stack([n for _, n in some]))))
+        self._seen = []
+
+    def judge_sent(self, *, wait: bool, stacklevel: int) -> None:
+        """Judge what earlier steps have sent, if it has arrived."""
+        if not self._sent or not (wait or all(copy.ready() for _, copy in self._sent)):
+            return
+        sent, self._sent = self._sent, []
+        for looks, copy in sent:
+            for look, (saturated, weights, gradient) in zip(looks, copy.numbers(), strict=True):
+                if look.has_ends:
+                    self._judge_saturation(look, int(saturated), stacklevel + 2)
+                if look.step > 1:
+                    self._add(look, weights, gradient)
+        self._judge_drift(stacklevel + 1)
+
+    def _add(self, look: Look, weights: float, gradient: float) -> None:
+        """Add squared norms of one parameter to the sums."""
+        gap = (getattr(parse(look.format), "step", None) or 0.0) if look.format else 0.0
+        self._weights += weights + look.size * gap**2  # a drift below the gap of a fixed grid does not move weights far
+        self._drift += look.settings.lr**2 * gradient
+        self._noise += look.settings.variance * look.size
+
+    def _judge_drift(self, stacklevel: int) -> None:
         """Warn if the drift over all parameters is far larger than the weights, and forget the sums."""
         if not self._drift and not self._weights:  # most steps: nothing was looked at
             return
@@ -75,20 +128,28 @@ class Watch:
                 "drift",
                 f"a step moves the weights by lr |gradient| = {drift:.3g}, {ratio} their norm: the chain jumps about instead of "
                 "following the posterior. Is the loss a sum over the batch? It must be the mean. If it is, take a smaller lr",
-                stacklevel=6,
+                stacklevel,
             )
 
-    def _check_saturation(self, weights: Tensor, format: str, name: str) -> None:
-        count, size = count_saturated(weights, format), weights.numel()
-        if count > SATURATED_SHARE * size and count >= min(4, size):
+    def _judge_saturation(self, look: Look, count: int, stacklevel: int) -> None:
+        if count > SATURATED_SHARE * look.size and count >= min(4, look.size):
+            format = parse(str(look.format))
             warn_once(
                 self.given,
                 "saturated",
-                f"{count} of {size} weights of {name} are at an end of the range of {format}, {parse(format).low:g} to "
-                f"{parse(format).high:g}, where updates are clipped, and the chain does not sample the posterior. Take a format "
+                f"{count} of {look.size} weights of {look.name} are at an end of the range of {format}, {format.low:g} to "
+                f"{format.high:g}, where updates are clipped, and the chain does not sample the posterior. Take a format "
                 "with a wider range (fewer fractional bits, or block floating point) or a smaller lr",
-                stacklevel=7,
+                stacklevel,
             )
+
+
+def _measure(look: Look, weights: Tensor, gradient: Tensor) -> Tensor:
+    """Return weights at an end of the range and squared norms of weights and gradient, on their device."""
+    none = torch.zeros((), dtype=torch.float64, device=weights.device)
+    saturated = _saturated(weights, str(look.format)).sum() if look.has_ends else none
+    norms = [torch.linalg.vector_norm(t).double().square() for t in (weights, gradient)]
+    return torch.stack([saturated.double(), *norms])
 
 
 def _squared_norm(t: Tensor) -> float:

@@ -10,7 +10,7 @@ import copy
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -28,7 +28,7 @@ from .files import Bytes
 from .folders import Folder, exists, is_folder, make_folder
 from .leftovers import remove_leftovers
 from .locking import check_locks_of
-from .manifest import TensorInfo, is_count
+from .manifest import TensorInfo, count_steps, is_count
 from .state_json import flatten, random_state, set_random_state, unflatten
 from .store import SampleStore
 from .tensor_file import check_specs, read_tensors, tensor_chunks
@@ -184,6 +184,9 @@ def _load_all(saved: Saved, model: nn.Module, given: Mapping[str, Stateful]) -> 
     """Load all components, or none: if one raises, those before it get their old states back."""
     with ExitStack() as undo:
         for name, component in given.items():
+            if isinstance(component, Optimizer):
+                with suppress(FloatingPointError):  # of a step on a device, of which nothing will be left
+                    count_steps(component)
             undo.callback(component.load_state_dict, copy.copy(component.state_dict()))
             with _name_file(saved, f"the state of the {name}"):
                 component.load_state_dict(saved.states[name])

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import qlangevin as ql
 from qlangevin import native
-from qlangevin.lowering import inplace_cpu, tensor_owners
+from qlangevin.lowering import plain_tensors, tensor_owners
 from qlangevin.lowering.memory_order import quantize_in_memory_order
 from qlangevin.quantization import random
 from tests.helpers.networks import build, gradients, same_gradients, two_linear
@@ -98,7 +98,7 @@ def test_errors_are_rounded_in_place_unless_another_hook_keeps_them(
             overwritten.append(overwrite)
         return quantize_in_memory_order(*args, overwrite=overwrite, **kwargs)
 
-    monkeypatch.setattr(inplace_cpu, "quantize_in_memory_order", record)
+    monkeypatch.setattr(plain_tensors, "quantize_in_memory_order", record)
     model = ql.lower(two_linear(), "bfp8", "bfp8")
     kept: list[Tensor] = []
     if watched:
@@ -160,3 +160,15 @@ def test_a_nan_reaches_the_gradient(format: str) -> None:
         assert spoilt[1] is not None
         assert spoilt[0].isnan().any()
         assert torch.equal(spoilt[0].isnan(), spoilt[1].isnan())
+
+
+@pytest.mark.parametrize("errors", ["bfp8/4", "bfp8/tensor", "fixed8.4"])
+def test_relu_masks_errors_whose_blocks_are_not_in_the_order_of_memory(errors: str) -> None:
+    model = nn.Sequential(nn.Conv2d(4, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 3, 6), nn.Flatten())
+    model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    ql.lower(model, "fixed8.4", errors)
+    other, x = copy.deepcopy(model), torch.randn(6, 4, 8, 8).to(memory_format=torch.channels_last)
+    labels = torch.tensor([0, 1, 2, 0, 1, 2])
+    found = gradients(model, x, labels)
+    with native.disabled():
+        assert same_gradients(gradients(other, x, labels), found)

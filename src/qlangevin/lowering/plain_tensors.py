@@ -1,0 +1,272 @@
+"""Q_A and Q_E of plain tensors: the kernels of their device write in place, hooks on tensors round their errors.
+
+A tensor quantized here is marked with its format and its version: numbers on a grid need not be rounded to it again. The bits
+are those of `operator`, which is for all other tensors.
+
+Nothing here waits for a device whose kernels are deferred. Which tensors are on the grid is known from the layers that rounded
+them, not from their numbers (see `saved_tensors`), and an error is rounded into new memory, because only the CPU's references
+tell who holds it (see `tensor_owners`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from ..quantization import random
+from ..quantization.backend import Kernels, kernels_for
+from ..quantization.formats import parse
+from ..quantization.random import Key
+from .memory_order import block_order, quantize_in_memory_order, reorder_dims
+from .saved_tensors import SavedAsCodes, SavedCodes
+from .tensor_owners import only_autograd_holds
+
+__all__ = [
+    "QuantizationSpec",
+    "is_on_grid",
+    "is_plain_cpu_tensor",
+    "kernels_to_write",
+    "quantize_activation",
+    "relu_on_grid",
+]
+
+
+class QuantizationSpec(NamedTuple):
+    """Settings for one output of a layer: the formats of Q_A and Q_E (None for full precision) and the random bits.
+
+    ``step``, a number on the device, takes the place of that of the key in CUDA graphs (see `graph_count`).
+    """
+
+    activations: str | None
+    errors: str | None
+    rounding: str
+    key: Key
+    step: Tensor | None = None
+
+
+def is_plain_cpu_tensor(x: Tensor) -> bool:
+    """Return True for a float32 tensor on the CPU that is no subclass, not traced and not in `vmap`."""
+    return x.dtype == torch.float32 and x.is_cpu and _is_plain(x)
+
+
+def _is_plain(x: Tensor) -> bool:
+    """Return True for a tensor that is no subclass, such as a fake one, not traced and not in `vmap`."""
+    if torch.compiler.is_compiling() or type(x) is not Tensor:
+        return False
+    return not torch._C._functorch.is_functorch_wrapped_tensor(x)
+
+
+def kernels_to_write(x: Tensor) -> Kernels | None:
+    """Return the kernels that may write to the memory of x; None if it is not plain, or if they do not take its dtype."""
+    if not _is_plain(x):
+        return None
+    kernels = kernels_for(x)
+    return kernels if kernels is not None and x.dtype in kernels.floats else None
+
+
+def mark_on_grid(x: Tensor, format: str | None) -> None:
+    """Note on x that it is on the grid of a format, until it is written to."""
+    if format is not None and not x.is_inference():
+        x._qlangevin_grid = (format, x._version)  # type: ignore[attr-defined]
+
+
+def is_on_grid(x: Tensor, format: str | None) -> bool:
+    """Return True if x is marked as on the grid of a format and has not been written to since."""
+    mark = getattr(x, "_qlangevin_grid", None)
+    return mark is not None and mark == (format, x._version)
+
+
+# ---- any layer
+
+
+def quantize_activation(
+    x: Tensor, spec: QuantizationSpec, kernels: Kernels, *, may_overwrite: bool, already_on_grid: bool, producer: Hashable
+) -> Tensor:  # fmt: skip
+    """Return Q_A(x), with a hook on it that applies Q_E to its error.
+
+    Args:
+        x: the output of a layer.
+        spec: the formats and the random bits.
+        kernels: `kernels_to_write` to x.
+        may_overwrite: write Q_A(x) into x: only the caller refers to it, and its own backward does not read it.
+        already_on_grid: the caller knows that Q_A(x) = x.
+        producer: identifies the layer, the same in every forward.
+    """
+    y, saving = x, _find_saving(x, spec, kernels)
+    if spec.activations is not None and not already_on_grid:
+        if not may_overwrite and _makes_codes_of_copy(x, saving, kernels, producer):
+            y, may_overwrite = x.clone(), True
+        if may_overwrite:
+            _overwrite(y.detach(), spec, kernels, saving, producer)
+        else:
+            y = _apply(QuantizeFunction, x, spec.activations, spec, random.ACTIVATION)
+    mark_on_grid(y, spec.activations)
+    if saving is not None and kernels.deferred:
+        saving.note_output(y, producer)
+    if spec.errors is not None and y.requires_grad:
+        y.register_hook(ErrorHook(spec))
+    return y
+
+
+def _find_saving(x: Tensor, spec: QuantizationSpec, kernels: Kernels) -> SavedAsCodes | None:
+    """Return the context that keeps what is saved of a layer's output as codes of the same grid; None if there is none."""
+    if not (torch.is_grad_enabled() if kernels.deferred else x.requires_grad):
+        return None
+    saving = SavedAsCodes.innermost()
+    if saving is None or spec.activations is None or saving.format != parse(spec.activations):
+        return None  # the codes of another grid, which the output need not be on
+    return saving
+
+
+def _makes_codes_of_copy(x: Tensor, saving: SavedAsCodes | None, kernels: Kernels, producer: Hashable) -> bool:
+    """Return True if x is to be copied and overwritten: the copy and the codes cost less than codes made afterwards."""
+    if saving is None or not kernels.deferred or not saving.wants_codes(x, producer):
+        return False
+    return block_order(x, saving.format) is not None
+
+
+def _overwrite(
+    x: Tensor, spec: QuantizationSpec, kernels: Kernels, saving: SavedAsCodes | None, producer: Hashable
+) -> None:
+    """Write Q_A(x) into x, and its codes in the same pass if an output of this producer was saved before."""
+    assert spec.activations is not None
+    codes = None
+    if saving is not None and (order := block_order(x, saving.format)) is not None:
+        codes = saving.begin_output(x, order, producer, kernels.deferred)
+    if saving is None or codes is None:
+        quantize_in_memory_order(
+            x, spec.activations, spec.rounding, spec.key, random.ACTIVATION, overwrite=True, step=spec.step
+        )
+        torch.autograd.graph.increment_version(x)
+        return
+    values, parts = reorder_dims(x, codes.order), (codes.codes, codes.exponents)
+    has_codes = kernels.quantize_with_codes(
+        values, codes.format, spec.rounding, spec.key, random.ACTIVATION, parts, spoiled=codes.spoiled, step=spec.step
+    )
+    torch.autograd.graph.increment_version(x)
+    if has_codes:
+        saving.set_codes(x, codes)
+
+
+class QuantizeFunction(torch.autograd.Function):
+    """x on a grid in a new tensor; the error passes straight through."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, format: str, spec: QuantizationSpec, purpose: int) -> Tensor:
+        return quantize_in_memory_order(x, format, spec.rounding, spec.key, purpose, step=spec.step)
+
+    @staticmethod
+    def backward(ctx: Any, error: Tensor) -> tuple[Any, ...]:
+        return error, None, None, None
+
+
+class ErrorHook:
+    """Q_E, as a hook on the tensor whose error it rounds."""
+
+    def __init__(self, spec: QuantizationSpec) -> None:
+        self.spec = spec
+
+    def __call__(self, e: Tensor) -> Tensor:
+        format, spec = self.spec.errors, self.spec
+        assert format is not None
+        if is_on_grid(e, format):
+            return e
+        if e.requires_grad:  # autograd builds the graph of a second derivative
+            return _apply(QuantizeFunction, e, format, spec, random.ERROR)
+        overwrite = not _is_deferred(e) and only_autograd_holds(e, "hook")
+        out = quantize_in_memory_order(
+            e, format, spec.rounding, spec.key, random.ERROR, overwrite=overwrite, step=spec.step
+        )
+        mark_on_grid(out, format)
+        return out
+
+
+def _is_deferred(x: Tensor) -> bool:
+    """Return True if the host must not wait for the kernels that write to x."""
+    kernels = kernels_for(x)
+    return kernels is not None and kernels.deferred
+
+
+# ---- ReLU, which leaves numbers on the grid where they are
+
+
+def relu_on_grid(x: Tensor, spec: QuantizationSpec, kernels: Kernels, inplace: bool, producer: Hashable) -> Tensor:
+    """Return relu(x) of x on the grid of the activations, where it stays; its backward applies Q_E."""
+    saving = _find_saving(x, spec, kernels)
+    made: list[SavedCodes] = []
+    y = _apply(ReLUFunction, x, spec, kernels, inplace, saving, made)
+    if saving is not None and made:  # only now: after a change in place autograd has just counted up the version of y
+        saving.set_codes(y, made[0])
+    mark_on_grid(y, spec.activations)
+    if saving is not None and kernels.deferred:
+        saving.note_output(y, producer)
+    return y
+
+
+class ReLUFunction(torch.autograd.Function):
+    """y = relu(x) and e_x = Q_E(e_y) · [y > 0], in one pass each.
+
+    Saves the codes of y, which it shares with the layer that saves y as its input; y itself if it has no codes. Where y is NaN
+    the error passes, but for deferred kernels, whose code of a NaN may be zero or less: then the layers that save y are NaN.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, spec: QuantizationSpec, kernels: Kernels, inplace: bool, saving: SavedAsCodes | None,
+        made: list[SavedCodes],
+    ) -> Tensor:  # fmt: skip
+        y, ctx.spec, ctx.about_codes = x if inplace else torch.empty_like(x), spec, None
+        if inplace:
+            ctx.mark_dirty(x)
+        codes = _relu_with_codes(x, y, kernels, saving) if saving is not None and ctx.needs_input_grad[0] else None
+        if codes is not None:
+            made.append(codes)
+            ctx.about_codes = codes.format, codes.order
+            ctx.save_for_backward(codes.codes, codes.exponents, codes.spoiled)
+        else:
+            torch.clamp_min(x, 0, out=y)
+            ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, e: Tensor) -> tuple[Any, ...]:
+        spec, format, codes = ctx.spec, ctx.spec.errors, None
+        if ctx.about_codes is not None:
+            (saved, exponents, spoiled), (grid, order) = ctx.saved_tensors, ctx.about_codes
+            codes = SavedCodes(saved, exponents, grid, order, spoiled)
+        if codes is not None and not e.requires_grad and _can_mask(e, codes, format):
+            overwrite = not _is_deferred(e) and only_autograd_holds(e, "backward")
+            out = quantize_in_memory_order(
+                e, format, spec.rounding, spec.key, random.ERROR, overwrite=overwrite, positive=codes.codes, step=spec.step
+            )  # fmt: skip
+        else:
+            y = codes.decode() if codes is not None else ctx.saved_tensors[0]
+            q = e if format is None else _apply(QuantizeFunction, e, format, spec, random.ERROR)
+            out = torch.ops.aten.threshold_backward(q, y, 0)
+        mark_on_grid(out, format)
+        return out, None, None, None, None, None
+
+
+def _can_mask(e: Tensor, codes: SavedCodes, format: str | None) -> bool:
+    """Return True if the kernel that rounds an error can read these codes as its mask: bytes, in the order of its memory."""
+    return format is not None and codes.codes.dtype == torch.int8 and codes.order == block_order(e, parse(format))
+
+
+def _relu_with_codes(x: Tensor, y: Tensor, kernels: Kernels, saving: SavedAsCodes) -> SavedCodes | None:
+    """Write relu(x) into y and return its codes; return None and leave y to the caller if it has none."""
+    order = block_order(x, saving.format)
+    codes = saving.allocate_codes(x, order, kernels.deferred) if order is not None else None
+    if codes is None:
+        return None
+    values, target = reorder_dims(x, codes.order), reorder_dims(y, codes.order)
+    has_codes = kernels.relu_with_codes(
+        values, target, codes.codes, codes.exponents, saving.format, spoiled=codes.spoiled
+    )
+    return codes if has_codes else None
+
+
+def _apply(function: Any, *arguments: Any) -> Tensor:
+    return cast(Tensor, function.apply(*arguments))

@@ -1,0 +1,300 @@
+"""The steps of a sampler: what it keeps for each parameter, the checks before a step, and the order of all that is in one.
+
+A parameter is ``late`` if kernels that the host does not wait for step it: they count its steps, and notice a gradient that is
+not finite themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple, cast
+
+from torch import Tensor
+from torch.optim.optimizer import Optimizer
+
+from .._dtensor import first_anywhere, local
+from ..quantization import random
+from ..quantization.qtensor import QTensor
+from . import compiled, in_backward
+from .accumulator import begin_accumulator, may_be_overwritten, renew_accumulator, weights_differ
+from .checks import check_accumulator, check_gradient, check_parameter
+from .deferred import can_be_deferred, find_deferred, step_deferred
+from .device_counts import SamplerCounts
+from .gradients import clip_to_norm, first_not_finite
+from .host_copy import has_no_numbers, is_capturing
+from .in_backward import drop_passes, read_options, total_gradient, warn_of_passes
+from .interrupts import Uninterrupted
+from .kernel_step import step_kernels
+from .places import Places, name_parameter
+from .step import FORMATS, StepSettings, TensorStep, quantize_for, step_tensors
+from .watch import Watch, is_look
+
+__all__ = ["Plan", "Stepper"]
+
+
+class Plan(NamedTuple):
+    """The part of one group in a step."""
+
+    gradients: dict[Tensor, Tensor]
+    group: dict[str, Any]
+    settings: StepSettings
+    late: bool = False
+
+
+class Stepper(Optimizer):
+    """Base of samplers: all of a step but its settings and the methods that users call."""
+
+    step_in_backward: bool = False
+
+    def step_one(self, p: Tensor) -> None:
+        """Take in the gradient of one parameter."""
+        raise NotImplementedError
+
+    def step_compiled(self, gradients: dict[Tensor, Tensor], thetas: dict[Tensor, Tensor]) -> None:
+        """Take one step with tensors that stand for the parameters and their gradients."""
+        raise NotImplementedError
+
+    def _list_parameters(self) -> None:
+        self.everyone = [p for group in self.param_groups for p in group["params"]]
+
+    def _begin_watching(self) -> None:
+        """Begin what is not saved: what has stepped in backward, what was seen of the chain, counters on devices.
+
+        ``_thetas`` are tensors that stand for parameters in a compiled step.
+        """
+        self._stepped, self._watch, self._places = set[int](), Watch(), Places()
+        self._counts, self._thetas = SamplerCounts(), dict[Tensor, Tensor]()
+        self.everyone = list[Tensor]()
+        if not hasattr(self, "handle"):  # compiled code refers to it, also after a state was loaded
+            self.handle = compiled.register(self)
+
+    def _name(self, p: Tensor) -> str:
+        return name_parameter(self.param_groups, *self._places.find(self.param_groups, p))
+
+    def _attach_hook(self, p: Tensor) -> None:
+        if self.step_in_backward and p.requires_grad:
+            in_backward.attach_hook(p, self)
+
+    # ---- the state of a parameter: its index among all, steps taken, accumulator if any, and torch's version of its weights
+
+    def _state_of(self, p: Tensor, settings: StepSettings, late: bool = False) -> dict[str, Any]:
+        """Return the state of a parameter, made at the first call; its accumulator stands for the weights as they are.
+
+        ``late`` for a parameter that kernels count the steps of.
+        """
+        state = cast(dict[str, Any], self.state[p])
+        if "index" not in state:
+            self._begin_state(p, state, settings)
+        elif settings.accumulator:
+            kept = state.get("accumulator")
+            if kept is not None and not (kept.is_cpu and p.is_cpu):  # faster than to compare devices
+                check_accumulator(p, kept, self._name(p))
+            if kept is None or may_be_overwritten(p, state):
+                self._renew_accumulator(p, state, settings, late)
+        return state
+
+    def _renew_accumulator(self, p: Tensor, state: dict[str, Any], settings: StepSettings, late: bool) -> None:
+        """Begin the accumulator of a parameter anew, if there is none or it stands for other weights."""
+        key, theta = settings.key_of(p, state["index"], state["step"]), self._theta(p)
+        kernels = step_kernels(theta, None, settings) if late and "accumulator" in state else None
+        if kernels is not None:
+            renew_accumulator(kernels, theta, state["accumulator"], settings, key, self._counts.count_of(p))
+        elif "accumulator" not in state or bool(weights_differ(theta, state["accumulator"], settings)):
+            state["accumulator"] = begin_accumulator(theta, settings, key)
+
+    def _theta(self, p: Tensor) -> Tensor:
+        """Return the part of a parameter that this process has, or what stands for it."""
+        return self._thetas.get(p, local(p)) if self._thetas else local(p)
+
+    def _begin_state(self, p: Tensor, state: dict[str, Any], settings: StepSettings) -> None:
+        """Fill the state of a new parameter: random bits of its own, an accumulator; and put it on its grid."""
+        state["index"] = 1 + max((other.get("index", -1) for other in self.state.values()), default=-1)
+        state["step"] = 0
+        part, source, key = local(p), local(p), settings.key_of(p, state["index"], 0)
+        if settings.accumulator:
+            source = state["accumulator"] = begin_accumulator(part, settings, key)
+        if settings.accumulator or not isinstance(part, QTensor):  # a packed one is on its grid
+            format = settings.weights_format(part)
+            part.copy_(quantize_for(random.WEIGHT, source, format, settings.noise_free_rounding, key))
+        state["version"] = p._version
+
+    # ---- the step
+
+    def _step_all(self, found: dict[Tensor, Tensor]) -> dict[Tensor, int]:
+        """Step all parameters that have gradients; return the passes of those that step early, if they step in backward."""
+        groups = [(group, StepSettings.from_group(group)) for group in self.param_groups]
+        for group, settings in groups:
+            self._check_group(group, settings)
+        plans = [Plan({p: found[p] for p in group["params"] if p in found}, group, s) for group, s in groups]
+        plans = self._check_gradients(plans)
+        for plan in plans:
+            self._look(plan)
+        self._watch.conclude()
+        with Uninterrupted():
+            early = self._end_passes(found) if self.step_in_backward else {}
+            self._step_plans(plans)
+        return early
+
+    def _step_plans(self, plans: list[Plan]) -> None:
+        """Step parameters: late ones all together, without waiting, the others group by group."""
+        late, blind = [p for plan in plans if plan.late for p in plan.gradients], is_capturing()
+        if late and not any(map(has_no_numbers, late)):
+            self._count_on_devices(late)
+        later, states = [], list[dict[str, Any]]()
+        for plan in plans:
+            tensors = self._count_steps(plan, blind, states)
+            if plan.late:
+                later.append((dict(zip(plan.gradients, tensors, strict=True)), plan.settings))
+            else:
+                step_tensors(tensors, plan.settings)
+        if late:
+            step_deferred(later, self._counts)
+            if not blind:
+                self._counts.ask()
+        for p, state in zip((p for plan in plans for p in plan.gradients), states, strict=True):
+            state["version"] = p._version
+
+    def _count_steps(self, plan: Plan, blind: bool, all_states: list[dict[str, Any]]) -> list[TensorStep]:
+        """Count one step of the parameters of a group, and return what it reads and writes; ``blind`` if it is captured.
+
+        Their states join ``all_states``.
+        Counted before any weight moves: a step that fails leaves random bits unused, and uses none twice.
+        """
+        settings, most = plan.settings, plan.group.get("max_grad_norm")
+        states = [self._state_of(p, settings, plan.late) for p in plan.gradients]
+        all_states += states
+        for state in states:
+            state["step"] += 0 if blind and plan.late else 1
+        tensors = []
+        for (p, gradient), state in zip(plan.gradients.items(), states, strict=True):
+            key = settings.key_of(p, state["index"], state["step"])
+            accumulator = state["accumulator"] if settings.accumulator else None
+            clipped = gradient if most is None else clip_to_norm(gradient, p, most, wait=not plan.late)
+            tensors.append(TensorStep(self._theta(p), clipped, key, accumulator))
+        return tensors
+
+    def _end_passes(self, stepped: Iterable[Tensor]) -> dict[Tensor, int]:
+        """End a step in backward, of which `step` takes these parameters; return their passes, if none has had all of them."""
+        early = {} if self._stepped else {p: self.state[p]["passes"] for p in stepped if "passes" in self.state[p]}
+        for p in stepped:  # their gradients wait for more passes, or hooks were lost
+            self._attach_hook(p)
+            p.grad = None
+        for state in self.state.values():
+            drop_passes(state)
+        self._stepped.clear()
+        return early
+
+    def _warn_of_passes(self, what: str, passes: dict[Tensor, int], stacklevel: int) -> None:
+        for p in [*passes][:1]:
+            group, _ = self._places.find(self.param_groups, p)
+            accumulate = read_options(group, self.step_in_backward).accumulate
+            warn_of_passes(self._watch.given, what, passes[p], accumulate, self._name(p), stacklevel)
+
+    def _look(self, plan: Plan) -> None:
+        """Look at parameters that are about to step, if it is time."""
+        if plan.late and is_capturing():
+            return
+        for p, gradient in plan.gradients.items():
+            if is_look(step := self.state[p].get("step", 0) + 1) and not has_no_numbers(p):
+                theta, name = self._theta(p), self._name(p)
+                self._watch.look(theta, gradient, plan.settings, step, name, wait=not plan.late)
+
+    # ---- steps that the host does not wait for
+
+    def _hear(self, stacklevel: int) -> None:
+        """Raise the error and give the warnings of earlier steps that the host knows of by now."""
+        if not is_capturing():
+            self._raise_failed(self._counts.failed(wait=False))
+            self._watch.judge_sent(wait=False, stacklevel=stacklevel)
+
+    def _raise_failed(self, p: Tensor | None) -> None:
+        """Go back to before the step that failed for the gradient of a parameter, and raise; None is no failure."""
+        if p is None:
+            return
+        self._counts.undo()
+        self._counts.tell(self.state)
+        stepped = "it was not changed by that step, nor any parameter"
+        if not self.step_in_backward:
+            stepped = "no parameter was changed by that step, nor"
+        raise FloatingPointError(
+            f"the gradient of {self._name(p)} held an infinity or a NaN; {stepped} by those after it, which do not count"
+        )
+
+    def _wait_for_counts(self) -> None:
+        """Wait for all steps; raise the error of the first that failed, else have the host know their numbers."""
+        self._raise_failed(self._counts.failed(wait=True))
+        self._counts.tell(self.state)
+
+    def _settle(self) -> None:
+        """Wait for all steps, and count them on the host again."""
+        self._wait_for_counts()
+        self._counts.clear()
+
+    def _count_on_devices(self, params: Iterable[Tensor]) -> None:
+        """Have the steps of parameters counted on their devices, if they are not yet."""
+        if self._counts.holds(params):
+            return
+        if is_capturing():
+            raise RuntimeError(
+                "a CUDA graph cannot capture the first step of a parameter, which puts its counter on the device; take a step, "
+                "with gradients of the same parameters, before the capture"
+            )
+        self._wait_for_counts()
+        everyone = {p: group for group in self.param_groups for p in group["params"]}
+        steps = [self.state[p].get("step", 0) for p in everyone]
+        able = [p for p, g in everyone.items() if can_be_deferred(p, self._theta(p), None, StepSettings.from_group(g))]
+        self._counts.build([*everyone], steps, able)
+
+    # ---- checks before anything is changed
+
+    def _check_group(self, group: dict[str, Any], settings: StepSettings) -> None:
+        """Refuse parameters that cannot be stepped. Keep formats by name, so that a saved group is numbers and words."""
+        for p in group["params"]:
+            try:
+                check_parameter(p, settings)
+                if in_backward.has_hook_of_another(p, self):
+                    raise ValueError("another sampler steps it in backward; one parameter has one sampler")
+            except (TypeError, ValueError) as error:
+                raise type(error)(f"{self._name(p)}: {error}") from None
+        for name in FORMATS:
+            group[name] = getattr(settings, name)
+
+    def _find_gradients(self, params: list[Tensor]) -> dict[Tensor, Tensor]:
+        """Return the gradients of parameters that have one, summed over backward passes; refuse those that no step can use."""
+        return {p: g for p in params if (g := total_gradient(p, self.state[p])) is not None}
+
+    def _check_gradients(self, plans: list[Plan]) -> list[Plan]:
+        """Return plans in which a parameter is late if its kernels look at its gradient; refuse gradients that no step can use.
+
+        No parameter steps if one cannot: if not all of them are late, the host looks at all gradients.
+        """
+        for p, g in ((p, g) for plan in plans for p, g in plan.gradients.items()):
+            try:
+                check_gradient(p, g)
+            except (TypeError, ValueError) as error:
+                raise type(error)(f"{self._name(p)} {error}") from None
+        plans = [part for plan in plans for part in self._split(plan)]
+        others = [p for plan in plans if not plan.late for p in plan.gradients]
+        if not others:
+            return plans
+        if is_capturing():
+            raise RuntimeError(f"{self._name(others[0])} has no kernels that a CUDA graph could capture a step of")
+        params = [p for plan in plans for p in plan.gradients]
+        bad = first_anywhere(first_not_finite([g for plan in plans for g in plan.gradients.values()]), params)
+        if bad >= 0:
+            stepped, name = "it was not" if self.step_in_backward else "no parameter was", self._name(params[bad])
+            raise FloatingPointError(
+                f"the gradient of {name} holds an infinity or a NaN; {stepped} changed by this step"
+            )
+        if self._counts.holds_any(others):
+            self._settle()
+        return plans
+
+    def _split(self, plan: Plan) -> list[Plan]:
+        """Return the parts of a plan: parameters that are late, and those that are not."""
+        late = find_deferred(plan.gradients, self._theta, plan.settings)
+        if not late:
+            return [plan]
+        others = {p: g for p, g in plan.gradients.items() if p not in late}
+        parts = [plan._replace(gradients=late, late=True), plan._replace(gradients=others)]
+        return [part for part in parts if part.gradients]
