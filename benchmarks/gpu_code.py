@@ -63,7 +63,10 @@ def inspect(specialisation: Specialisation, target: str) -> Finding:
     try:
         code = compile_for(specialisation, target)
     except CompilationError as error:
-        problem = f"does not compile: {' '.join(str(error.__cause__ or error).split())[-300:]}"
+        cause: BaseException = error
+        while cause.__cause__ is not None:  # errors in inlined functions are wrapped
+            cause = cause.__cause__
+        problem = f"does not compile: {' '.join(str(cause).split())[-300:]}"
         return Finding(specialisation.name, target, 0, math.nan, math.nan, [problem])
     problems = sorted(set(find_problems(code.assembly, target)))
     if code.resources.stack or code.resources.spills:

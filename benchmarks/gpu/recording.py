@@ -48,11 +48,15 @@ class Launch:
     @property
     def elements_per_program(self) -> int:
         """By the names that constants have in the kernels: R blocks, or C counters of four elements each, or E elements."""
+        if "PIECE" in self.constexprs:  # chunks of a block that several programs share
+            return self._chunk * int(self.constexprs["PIECE"])
         rows = self.constexprs.get("R")
         return rows * self.row if rows and self.row else self._chunk * (rows or 1)
 
     @property
     def passes(self) -> int:
+        if "PIECE" in self.constexprs:
+            return int(self.constexprs["PIECE"])
         return -(-self.row // self._chunk) if self.row and "R" in self.constexprs else 1
 
     @property
@@ -108,7 +112,7 @@ def _launch_of(kernel: Any, grid: Any, args: tuple[Any, ...], kwargs: dict[str, 
     for place, name in enumerate(kernel.arg_names):
         value = given[name]
         if "constexpr" in str(parameters.get(name, "")):
-            signature[name], constexprs[name] = "constexpr", getattr(value, "value", value)
+            signature[name], constexprs[name] = "constexpr", _as_json(getattr(value, "value", value))
             continue
         type_, key = native_specialize_impl(BaseBackend, value, False, name not in plain and place not in plain, True)
         signature[name] = type_
@@ -123,6 +127,26 @@ def _launch_of(kernel: Any, grid: Any, args: tuple[Any, ...], kwargs: dict[str, 
     )  # fmt: skip
 
 
+def _as_json(constant: Any) -> Any:
+    """Return a constant as JSON has it: named tuples and Triton's dtypes by their names."""
+    if isinstance(constant, tuple):
+        kind = type(constant)
+        return {"record": [kind.__module__, kind.__qualname__, [_as_json(c) for c in constant]]}
+    return {"dtype": constant.name} if hasattr(constant, "primitive_bitwidth") else constant
+
+
+def _from_json(found: dict[str, Any]) -> Any:
+    """Return the constant of which `_as_json` made this; any other dict as it is."""
+    if found.keys() == {"dtype"}:
+        from triton.language import dtype
+
+        return dtype(found["dtype"])
+    if found.keys() == {"record"}:
+        module, name, fields = found["record"]
+        return getattr(importlib.import_module(module), name)(*fields)
+    return found
+
+
 def record_in_child(quick: bool) -> list[Recorded]:
     """Record all operations, or the most important ones, in a process with the interpreter."""
     with tempfile.TemporaryDirectory() as folder:
@@ -134,12 +158,8 @@ def record_in_child(quick: bool) -> list[Recorded]:
 
 
 def read(file: Path) -> list[Recorded]:
-    """Return what `main` wrote; constants may be Triton's dtypes."""
-    from triton.language import dtype
-
-    written = json.loads(
-        file.read_text(encoding="utf-8"), object_hook=lambda d: dtype(d["dtype"]) if d.keys() == {"dtype"} else d
-    )
+    """Return what `main` wrote."""
+    written = json.loads(file.read_text(encoding="utf-8"), object_hook=_from_json)
     return [Recorded(name, size, [Launch(**launch) for launch in launches]) for name, size, launches in written]
 
 
@@ -152,7 +172,7 @@ def main(file: Path, quick: bool) -> None:
         with record() as launches:
             operation.run()
         found.append((operation.name, operation.bytes, [vars(launch) | {"row": operation.row} for launch in launches]))
-    file.write_text(json.dumps(found, default=lambda dtype: {"dtype": dtype.name}), encoding="utf-8")
+    file.write_text(json.dumps(found), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from ..._warnings import QLangevinWarning
 from ...quantization.backend import kernels_for
 from .. import interpreted
 
-__all__ = ["Case", "Comparison", "Place", "compare", "same_bits"]
+__all__ = ["SPECIFICATION", "Case", "Comparison", "Place", "compare", "same_bits"]
 
 Outputs: TypeAlias = Iterable[Tensor]
 

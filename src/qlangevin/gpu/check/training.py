@@ -10,13 +10,13 @@ from itertools import product
 import torch
 from torch import Tensor, nn
 
-from ...experiments.models import ResNet18
+from ...experiments.models import Block, ResNet18
 from ...lowering.layers import lower
 from ...quantization.operators import Rounding, quantize
 from ...quantization.qtensor import QTensor
 from ...sampling.packing import pack
 from ...sampling.sgld import SGLD
-from .comparing import Case, Place
+from .comparing import SPECIFICATION, Case, Place
 from .operations import DTYPES, Shapes
 
 __all__ = ["chain_cases", "network_cases", "step_cases"]
@@ -76,7 +76,7 @@ def network_cases(batch: int) -> Iterator[Case]:
     Products of two 8-bit codes are integers below 2^14, and a thousand of them add up in float32 without rounding if they have
     one exponent. So blocks are whole tensors here, layers have no bias, the batch is a power of two and the loss is quadratic.
     """
-    for format in ("bfp8/tensor", "fixed8.4"):
+    for format in ("fixed8.4", "bfp8/tensor"):
         yield Case(f"three layers in {format}, batch {batch}", partial(_train, format, batch))
 
 
@@ -100,24 +100,36 @@ def _train(format: str, batch: int, place: Place) -> list[Tensor]:
     return [*outputs, *weights_of(model)]
 
 
-def chain_cases(width: int, steps: int, place: Place) -> Iterator[Case]:
-    """Yield the chain of a lowered, packed ResNet-18: the place computes the gradients, and both samplers step on these.
+def chain_cases(small: bool) -> Iterator[Case]:
+    """Yield the chain of a lowered, packed ResNet, or of one block: a place computes gradients, and the CPU steps on them.
 
     Sums in convolutions are taken in another order on every device, so the networks' own results cannot be compared.
     """
-    for format in ("bfp8", "fixed8.6"):
-        with place.entered():
-            gradients, codes = _sample(format, width, steps, place)
-        yield Case(
-            f"ResNet-18 of width {width} in {format}, {steps} steps", partial(_replay, format, width, gradients, codes)
-        )
+    for format in ("bfp8",) if small else ("bfp8", "fixed8.6"):
+        chain = Chain(format, small)
+        yield Case(f"{'a block of a ResNet' if small else 'ResNet-18'} in {format}", chain.run)
 
 
-def _sample(format: str, width: int, steps: int, place: Place) -> tuple[list[list[Tensor]], list[Tensor]]:
+class Chain:
+    """A chain that the specification, which comes first, cannot compute before it has the other place's gradients."""
+
+    def __init__(self, format: str, small: bool) -> None:
+        self.format, self.small, self.steps = format, small, 1 if small else 3
+
+    def run(self, place: Place) -> list[Tensor]:
+        """Return zeros for the specification; elsewhere how many codes differ from those that the specification then finds."""
+        if place.path == "pytorch":
+            return [torch.zeros((), dtype=torch.int64)]
+        gradients, codes = _sample(self.format, self.small, self.steps, place)
+        replayed = _replay(self.format, self.small, gradients)
+        return [torch.stack([(a.cpu() != b).sum() for a, b in zip(codes, replayed, strict=True)]).sum()]
+
+
+def _sample(format: str, small: bool, steps: int, place: Place) -> tuple[list[list[Tensor]], list[Tensor]]:
     """Return the gradients of each step, and the weights after all steps."""
-    model, sampler = _resnet(format, width, place)
+    model, sampler = _residual(format, small, place)
     generator = torch.Generator().manual_seed(11)
-    x = torch.randn(4, 3, 16, 16, generator=generator).to(place.device)
+    x = torch.randn(4, 3, 6 if small else 32, 6 if small else 32, generator=generator).to(place.device)
     y = torch.randint(10, (4,), generator=generator).to(place.device)
     gradients = []
     for _ in range(steps):
@@ -128,20 +140,21 @@ def _sample(format: str, width: int, steps: int, place: Place) -> tuple[list[lis
     return gradients, weights_of(model)
 
 
-def _replay(format: str, width: int, gradients: list[list[Tensor]], codes: list[Tensor], place: Place) -> list[Tensor]:
-    """Return the weights that given gradients lead to; at the place that computed these, the weights that it has."""
-    if place.path != "pytorch":
-        return codes
-    model, sampler = _resnet(format, width, place)
-    for step in gradients:
-        for p, g in zip(model.parameters(), step, strict=True):
-            p.grad = g.clone()
-        sampler.step()
-    return weights_of(model)
+def _replay(format: str, small: bool, gradients: list[list[Tensor]]) -> list[Tensor]:
+    """Return the weights that given gradients lead to on the PyTorch path."""
+    with SPECIFICATION.entered():
+        model, sampler = _residual(format, small, SPECIFICATION)
+        for step in gradients:
+            for p, g in zip(model.parameters(), step, strict=True):
+                p.grad = g.clone()
+            sampler.step()
+        return weights_of(model)
 
 
-def _resnet(format: str, width: int, place: Place) -> tuple[nn.Module, SGLD]:
-    model = ResNet18(width=width)
+def _residual(format: str, small: bool, place: Place) -> tuple[nn.Module, SGLD]:
+    model: nn.Module = ResNet18(width=16)
+    if small:
+        model = nn.Sequential(Block(3, 4, 2), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 10))
     _fill(model, torch.Generator().manual_seed(10))
     model.to(place.device)
     pack(lower(model, activations="bfp8", errors="bfp8"), format)
