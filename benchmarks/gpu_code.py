@@ -37,6 +37,7 @@ BUDGETS = {
     "step on codes, fixed8.6": 120,
     "step on codes, bfp8, rows of 2304": 180,
     "quantize, stochastic, fixed8.6, float32": 60,
+    "quantize, stochastic, bfp8, rows of 2304, float32": 60,
 }
 
 

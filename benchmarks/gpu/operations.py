@@ -30,7 +30,7 @@ LAYOUTS: dict[str, tuple[str, tuple[int, ...]]] = {
     "bfp8, rows of 2304": ("bfp8", (2, 2304)),
     "bfp8, rows of 20000": ("bfp8", (1, 20000)),
     "bfp8/32": ("bfp8/32", (2, 256)),
-    "bfp8/tensor": ("bfp8/tensor", (1, 20000)),
+    "bfp8/tensor": ("bfp8/tensor", (1, 70000)),  # which programs share
 }
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 IMPORTANT = ("fixed8.6", "bfp8, rows of 2304")

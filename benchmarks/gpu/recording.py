@@ -15,7 +15,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -128,10 +128,10 @@ def _launch_of(kernel: Any, grid: Any, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def _as_json(constant: Any) -> Any:
-    """Return a constant as JSON has it: named tuples and Triton's dtypes by their names."""
-    if isinstance(constant, tuple):
-        kind = type(constant)
-        return {"record": [kind.__module__, kind.__qualname__, [_as_json(c) for c in constant]]}
+    """Return a constant as JSON has it: records and Triton's dtypes by their names."""
+    if is_dataclass(constant):
+        kind, values = type(constant), [getattr(constant, field.name) for field in fields(constant)]
+        return {"record": [kind.__module__, kind.__qualname__, [_as_json(value) for value in values]]}
     return {"dtype": constant.name} if hasattr(constant, "primitive_bitwidth") else constant
 
 
@@ -142,8 +142,8 @@ def _from_json(found: dict[str, Any]) -> Any:
 
         return dtype(found["dtype"])
     if found.keys() == {"record"}:
-        module, name, fields = found["record"]
-        return getattr(importlib.import_module(module), name)(*fields)
+        module, name, values = found["record"]
+        return getattr(importlib.import_module(module), name)(*values)
     return found
 
 

@@ -57,6 +57,7 @@ __all__ = [
     "diagnostics",
     "distributed",
     "encode",
+    "gpu",
     "load_checkpoint",
     "lower",
     "lowering",

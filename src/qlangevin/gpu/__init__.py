@@ -24,7 +24,7 @@ from ..quantization import backend
 
 __all__ = ["interpreted", "missing"]
 
-TRITON = (3, 4)  # the least version
+TRITON = (3, 7)  # the least version: before, compiled roots of denormals are wrong
 SERVED = ("cuda", "xpu")  # types of devices that Triton compiles for; ROCm calls itself "cuda"
 
 

@@ -46,6 +46,7 @@ def quantize_elements(
     grid = (shift, min_gap, max_gap, top, low, high, fit, fit_three, fit_noise)
     c = tl.arange(0, C)
     first = tl.program_id(0).to(tl.int64) * (4 * C)
+    left = tl.minimum(numel - first, 4 * C).to(tl.int32)
     tile, lane = tl.program_id(0) * (C // 16) + c // 16, c % 16
     nothing = tl.zeros([C], tl.float32)
     h, xi = (nothing, nothing, nothing, nothing), (nothing, nothing, nothing, nothing)
@@ -60,7 +61,7 @@ def quantize_elements(
     spoils = tl.zeros([C], tl.int32)
     for k in tl.static_range(4):
         place = c // 16 * 64 + 16 * k + lane
-        at, inside = first + place, place < numel - first
+        at, inside = first + place, place < left
         start = tl.load(x + at, mask=inside, other=0).to(tl.float32)
         move = tl.load(other + at, mask=inside, other=0).to(tl.float32) if MOVED else start
         each = tl.load(variances + at, mask=inside, other=0.0) if EACH else v
@@ -75,6 +76,13 @@ def quantize_elements(
     if HAS_CODES:
         if tl.max(spoils) > 0:  # seldom
             tl.store(spoiled, 1)
+
+
+@triton.jit
+def elements_of(part, numel, E: tl.constexpr):
+    """Return the indices of E elements, and a mask of those that there are; 64-bit numbers are compared once."""
+    first, place = part.to(tl.int64) * E, tl.arange(0, E)
+    return first + place, place < tl.minimum(numel - first, E).to(tl.int32)
 
 
 @triton.jit
@@ -124,8 +132,7 @@ def encode_elements(
 ):  # fmt: skip
     """Write codes of numbers on the grid; with RELU those of relu(x), which is written too."""
     grid = (shift, min_gap, max_gap, top, low, high, fit, fit_three, fit_noise)
-    at = tl.program_id(0).to(tl.int64) * E + tl.arange(0, E)
-    inside = at < numel
+    at, inside = elements_of(tl.program_id(0), numel, E)
     value = tl.load(x + at, mask=inside, other=0).to(tl.float32)
     if RELU:
         value = tl.where(value < 0.0, 0.0, value)  # a NaN stays one
@@ -192,8 +199,7 @@ def decode_elements(
 ):  # fmt: skip
     """Write the numbers that codes of fixed or floating point stand for; NaN throughout if the tensor was spoiled."""
     grid = (shift, min_gap, max_gap, top, low, high, fit, fit_three, fit_noise)
-    at = tl.program_id(0).to(tl.int64) * E + tl.arange(0, E)
-    inside = at < numel
+    at, inside = elements_of(tl.program_id(0), numel, E)
     code = tl.load(codes + at, mask=inside, other=0)
     if KIND == FIXED:
         value = from_gaps(code.to(tl.float32), gap_of(min_gap, TINY), TINY)

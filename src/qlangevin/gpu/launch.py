@@ -33,11 +33,15 @@ class BlockShape(NamedTuple):
     warps: int
 
 
-def block_shape(length: int, many: bool = False) -> BlockShape:
-    """Return the shape of a program for blocks of this length; tensors that share a launch have one shape up to long blocks."""
+def block_shape(length: int) -> BlockShape:
+    """Return the shape of a program for blocks of this length.
+
+    A warp has a block, so that nothing is passed between warps, and one block in need of care does not hold up others; several if
+    they are short. Very long blocks have many warps.
+    """
     if length > 16384:
         return BlockShape(1, 1024, 16)
-    return BlockShape(4, 64, 4) if many or length <= 2048 else BlockShape(1, 256, 4)
+    return BlockShape(1, 64, 1) if length > 128 else BlockShape(4, 16, 1)
 
 
 def lengths(grid: KernelGrid) -> tuple[int, int]:

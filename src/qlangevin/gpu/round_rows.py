@@ -113,7 +113,9 @@ def draw_rows_decided(mean, rows, first, last, decision, spoiled, grid, target, 
         place, inside = in_order(rows, chunk, C)
         x, move, each = load_in_order(mean, rows, chunk, HOW, C)
         h, xi = bits_in_order(mean[5], start + place, HOW)
-        coins = centered_at(mean[5], start + place, COIN)
+        coins = h
+        if tl.max(decision[3].to(tl.int32)) > 0:  # a coin was tossed
+            coins = centered_at(mean[5], start + place, COIN)
         value = draw_decided(x, move, each, place, decision, h, xi, coins, grid, HOW)
         bits = write(value, start + place, inside, spoiled, unit, grid, target, HOW)
         most = tl.maximum(most, bits)
@@ -157,7 +159,7 @@ def round_rows(mean, rows, numbers, grid, target, HOW: tl.constexpr, C: tl.const
     spoiled = most_bits > INFINITY
     most = float_of(tl.minimum(most_bits, INFINITY).to(tl.uint32, bitcast=True))
     own = own_gap(most, grid)
-    unit, careful, noisy = own, 0, 0
+    unit, enough, careful, noisy = own, own, 0, 0
     if HOW.rounding != NEAREST:
         enough = tl.where(spoiled, own, sufficient_gap(most, greatest, grid, own))
         careful = is_careful(most, greatest, own, enough, grid, HOW)

@@ -205,11 +205,12 @@ def _launch_elements(run_: StepRun, items: Sequence[Item]) -> None:
 
 
 def _launch_blocks(run_: StepRun, items: Sequence[Item], rounding: str, purpose: int, drift: int, codes: bool) -> None:
-    """Round blocks: a launch for short blocks and one for long ones; more for those that programs share."""
+    """Round blocks: a launch for each shape of programs; more for blocks that programs share."""
     groups: dict[Any, list[Item]] = defaultdict(list)
     for item in items:
         size = grid_of(item.format or FP32, item.shape).size
-        groups[None if size > LONGEST else block_shape(size, many=True)].append(item)
+        groups[None if size > LONGEST else block_shape(size)].append(item)
+    _merge_short(groups)
     for shape, group in groups.items():
         some = group[0]
         assert some.format is not None
@@ -229,6 +230,14 @@ def _launch_blocks(run_: StepRun, items: Sequence[Item], rounding: str, purpose:
             step_kernels.step_blocks, table, *run_.numbers, TYPE=TYPES[some.x.dtype], OTHER_TYPE=TYPES[other.dtype],
             OUT_TYPE=TYPES[some.out.dtype], HOW=how, R=shape.rows, C=shape.counters, warps=shape.warps,
         )  # fmt: skip
+
+
+def _merge_short(groups: dict[Any, list[Item]]) -> None:
+    """Have few short blocks, such as biases, share the launch of longer ones: it takes longer for them, and spares a launch."""
+    short, longer = block_shape(1), block_shape(129)
+    few = sum(item.x.numel() for item in groups.get(short, ())) < sum(item.x.numel() for item in groups.get(longer, ()))
+    if few and short in groups and short != longer:
+        groups[longer] += groups.pop(short)
 
 
 def _round_weights(run_: StepRun, items: Sequence[Item], accumulators: Sequence[Tensor]) -> None:

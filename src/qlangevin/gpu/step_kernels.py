@@ -17,7 +17,7 @@ from ..quantization.backend import NO_ERROR
 from .codes import float_value
 from .elements import CORRECTED, FIXED, NEAREST, NONE, STOCHASTIC, round_code, round_element
 from .generator import NOISE, bits_of, centered, normal
-from .kernels import encode_element
+from .kernels import elements_of, encode_element
 from .laws import V0, from_gaps, gap_of, variance_in_gaps
 from .round_rows import round_rows
 
@@ -108,9 +108,9 @@ def begin(table, flags, count, TYPE: tl.constexpr, ALIGNED: tl.constexpr, E: tl.
         if part == 0:
             counted = tl.load(row + COUNT).to(tl.pointer_type(tl.int64))
             tl.store(counted, tl.load(counted) + 1)
-        at = part.to(tl.int64) * E + tl.arange(0, E)
-        g = tl.load(pointer(row, X, TYPE, ALIGNED) + at, mask=at < tl.load(row + NUMEL), other=0).to(tl.float32)
-        if tl.max((bits_of(tl.abs(g)) >= 0x7F800000).to(tl.int32)) > 0:  # seldom
+        at, inside = elements_of(part, tl.load(row + NUMEL), E)
+        g = tl.load(pointer(row, X, TYPE, ALIGNED) + at, mask=inside, other=0).to(tl.float32)
+        if tl.max(bits_of(tl.abs(g)).to(tl.int32, bitcast=True)) >= 0x7F800000:  # seldom
             tl.atomic_min(flags, tl.load(row + SLOT).to(tl.int32))
 
 
@@ -150,7 +150,8 @@ def step_elements(
         source, grid = load_source(row), load_grid(row, GRID)
         x, g = pointer(row, X, TYPE, ALIGNED), pointer(row, OTHER, GRADIENT_TYPE, ALIGNED)
         c = tl.arange(0, C)
-        first, left = part.to(tl.int64) * (4 * C), tl.load(row + NUMEL) - part.to(tl.int64) * (4 * C)
+        first = part.to(tl.int64) * (4 * C)
+        left = tl.minimum(tl.load(row + NUMEL) - first, 4 * C).to(tl.int32)
         tile, lane = part * (C // 16) + c // 16, c % 16
         nothing = tl.zeros([C], tl.float32)
         h = (nothing, nothing, nothing, nothing)
@@ -252,7 +253,8 @@ def round_elements(
         row, part = find_row(table, count)
         grid, x, out = load_grid(row, GRID), pointer(row, X, TYPE, ALIGNED), pointer(row, OUT, OUT_TYPE, ALIGNED)
         c = tl.arange(0, C)
-        first, left = part.to(tl.int64) * (4 * C), tl.load(row + NUMEL) - part.to(tl.int64) * (4 * C)
+        first = part.to(tl.int64) * (4 * C)
+        left = tl.minimum(tl.load(row + NUMEL) - first, 4 * C).to(tl.int32)
         tile, lane = part * (C // 16) + c // 16, c % 16
         h = centered(load_source(row), PURPOSE, tile, lane)
         for k in tl.static_range(4):

@@ -21,6 +21,6 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     for module in (launch, step):
         monkeypatch.setattr(module, "COUNTERS", 128)
-        monkeypatch.setattr(module, "block_shape", lambda length, many=False: launch.BlockShape(4, 256, 4))
+        monkeypatch.setattr(module, "block_shape", lambda length: launch.BlockShape(4, 256, 4))
     with gpu.interpreted():
         yield

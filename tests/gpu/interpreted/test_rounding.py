@@ -107,7 +107,7 @@ def at_risk(format: Format, shape: tuple[int, ...], kind: int, generator: torch.
             rows[:, ::5] = rows[:, ::5].sign() * (2 - step * 3 * torch.rand(rows[:, ::5].shape, generator=generator))
         x = format.unblocks(rows, x.shape).contiguous()  # type: ignore[attr-defined]
     if kind == 3:
-        x[0, 3], x[-1, -1], x[1] = torch.nan, torch.inf, 0
+        x.view(-1)[3], x.view(-1)[-1], x[1] = torch.nan, torch.inf, 0
     return x
 
 
@@ -137,7 +137,7 @@ def test_blocks_that_programs_share(name: str, kind: int, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize(("rows", "counters"), [(2, 128), slow(1, 16), slow(8, 32)])
 def test_the_shape_of_programs_does_not_matter(rows: int, counters: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "block_shape", lambda length, many=False: launch.BlockShape(rows, counters, 4))
+    monkeypatch.setattr(launch, "block_shape", lambda length: launch.BlockShape(rows, counters, 4))
     monkeypatch.setattr(launch, "COUNTERS", counters)
     x = at_risk(parse("bfp8"), (3, 130), 2, torch.Generator().manual_seed(0))
     for name in ("bfp8", "fixed8.6"):

@@ -113,7 +113,7 @@ def test_blocks_that_programs_share(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(split, "COUNTERS", 32)
     monkeypatch.setattr(split, "PIECE", 1)
     for rounding in ("corrected", "stochastic"):
-        settings = StepSettings(0.1, 100, weight_decay=0.1, gradients="bfp8", rounding=rounding)  # type: ignore[arg-type]
+        settings = StepSettings(0.1, 100, weight_decay=0.1, gradients="bfp8", rounding=rounding)
         check(settings, "bfp8/tensor")
 
 
