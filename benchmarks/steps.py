@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 
 import qlangevin as ql
-from qlangevin.sampling.step import StepSettings, TensorStep, parameter_key, step_tensors
+from qlangevin.quantization.backend import TensorStep
+from qlangevin.sampling.settings import StepSettings, parameter_key
+from qlangevin.sampling.step import step_tensors
 
 from .timing import WALL, Contestant, Goal, Row, measure
 

@@ -16,11 +16,13 @@ import qlangevin as ql
 from qlangevin import native
 from qlangevin.distributed.qshard import QShard
 from qlangevin.quantization import qtensor
+from qlangevin.quantization.backend import TensorStep
 from qlangevin.quantization.codes import pack_codes
 from qlangevin.quantization.formats import FP32
 from qlangevin.quantization.operators import key_bits
 from qlangevin.quantization.qtensor import decoded
-from qlangevin.sampling.step import StepSettings, TensorStep, _step_by_pytorch, step_tensors
+from qlangevin.sampling.settings import StepSettings
+from qlangevin.sampling.step import _step_by_pytorch, step_tensors
 
 from .corrupt_tensors import ALL, DENSE, SOUND, UNSOUND, UNSURE, corrupt, corrupt_codes, is_odd, judge, worst
 from .kernel_calls import COMPUTED, NAMES, REFUSED, ROUNDINGS, Case, attempt, expect, randomize_codes, same

@@ -18,8 +18,10 @@ from torch import Tensor, nn
 import qlangevin as ql
 from qlangevin.distributed import Ranks, shard
 from qlangevin.distributed.qshard import QShard
+from qlangevin.quantization.backend import TensorStep
 from qlangevin.quantization.qtensor import QTensor
-from qlangevin.sampling.step import StepSettings, TensorStep, parameter_key, step_tensors
+from qlangevin.sampling.settings import StepSettings, parameter_key
+from qlangevin.sampling.step import step_tensors
 from tests.helpers import shard_scenes as scenes
 from tests.helpers.process_groups import Outcome, try_on_ranks, values_of
 from tests.helpers.shard_scenes import SETTINGS, SIZE, STEPS, TOKENS, Found, Tied, batch, codes_of, loss_of, network

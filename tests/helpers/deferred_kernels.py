@@ -16,7 +16,8 @@ from qlangevin.quantization.codes import _encode_exactly
 from qlangevin.quantization.formats import Format
 from qlangevin.quantization.qtensor import QTensor
 from qlangevin.quantization.random import Key
-from qlangevin.sampling.step import StepSettings, _step_by_pytorch
+from qlangevin.sampling.settings import StepSettings
+from qlangevin.sampling.step import _step_by_pytorch
 
 F = TypeVar("F", bound=Callable[..., Any])
 NONE = 2**31 - 1

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from qlangevin import Key, encode, native, parse
-from qlangevin.sampling.step import StepSettings, TensorStep, step_tensors
+from qlangevin.quantization.backend import TensorStep
+from qlangevin.sampling.settings import StepSettings
+from qlangevin.sampling.step import step_tensors
 
 pytestmark = pytest.mark.skipif(not native.available, reason="no compiled kernels")
 

@@ -11,10 +11,11 @@ from torch import Tensor
 
 from qlangevin import Key, corrected, encode, native, parse, quantize
 from qlangevin.quantization import laws, operators, random
-from qlangevin.quantization.backend import Kernels, kernels_for
+from qlangevin.quantization.backend import Kernels, TensorStep, kernels_for
 from qlangevin.quantization.formats import GridKind
 from qlangevin.quantization.operators import Rounding
-from qlangevin.sampling.step import StepSettings, TensorStep, step_tensors, update
+from qlangevin.sampling.settings import StepSettings
+from qlangevin.sampling.step import step_tensors, update
 from tests.helpers.strategies import NAMES
 
 pytestmark = pytest.mark.skipif(not native.available, reason="no compiled kernels")

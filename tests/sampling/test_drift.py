@@ -13,7 +13,7 @@ from torch import Tensor
 import qlangevin as ql
 from qlangevin import native
 from qlangevin.quantization import random
-from qlangevin.sampling.step import parameter_key
+from qlangevin.sampling.settings import parameter_key
 
 COUNT = 1 << 16
 

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from qlangevin import SGLD, Key, corrected, native, parse, quantize
 from qlangevin.quantization import random
-from qlangevin.sampling.step import StepSettings, parameter_key, sgld_op
+from qlangevin.sampling.settings import StepSettings, parameter_key
+from qlangevin.sampling.step import sgld_op
 from tests.helpers.sgld import METHODS, backward, problem, values
 
 

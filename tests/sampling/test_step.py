@@ -7,8 +7,10 @@ import torch
 from torch import Tensor
 
 from qlangevin import FixedPoint, Key, encode, native, quantize
+from qlangevin.quantization.backend import TensorStep
 from qlangevin.quantization.qtensor import QTensor, decoded
-from qlangevin.sampling.step import FIELDS, StepSettings, TensorStep, step_tensors, update
+from qlangevin.sampling.settings import FIELDS, StepSettings
+from qlangevin.sampling.step import step_tensors, update
 
 
 def mixture(accumulator: bool) -> list[TensorStep]:

@@ -29,7 +29,7 @@ from ..quantization.backend import kernels_for
 from ..quantization.codes import decode_values, empty_codes, encode_op
 from ..quantization.formats import FP32, Format, parse
 from ..sampling.gradients import first_not_finite
-from ..sampling.step import parameter_key
+from ..sampling.settings import parameter_key
 from .ranks import report_missing_rank
 
 __all__ = ["Wire", "parse_wire_format"]

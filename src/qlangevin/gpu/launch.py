@@ -10,6 +10,7 @@ import torch
 import triton
 from torch import Tensor
 
+from ..quantization.code_memory import describe_memory
 from ..quantization.formats import FP32, Format, GridKind, KernelGrid
 from ..quantization.random import Key
 from . import kernels, split
@@ -20,6 +21,7 @@ from .tables import Item, Table
 ROUNDINGS = {"nearest": 0, "stochastic": 1, "corrected": 2}
 COUNTERS = 512  # of a program that rounds elements one by one: sixteen elements a thread
 ELEMENTS = 1024  # of a program that encodes or decodes
+MOST_ELEMENTS = 2**33  # four elements share a counter of 32 bits
 OPTIONS = {"enable_fp_fusion": False}  # a product and a sum in one instruction round once: other bits
 
 launches = 0  # since the process began, for those who count
@@ -64,6 +66,19 @@ def run(
 
 def _on(device: torch.device) -> AbstractContextManager[Any]:
     return nullcontext() if device.type == "cpu" else torch.get_device_module(device).device(device)
+
+
+def check_memory(like: Tensor, *others: Tensor | None) -> None:
+    """Raise ValueError for tensors that a kernel, which sees addresses alone, would misread: others are like the first."""
+    if like.numel() > MOST_ELEMENTS:
+        raise ValueError(f"kernels take tensors of at most 2^33 elements, got {like.numel()}; cut it into several")
+    for t in (like, *others):
+        if t is not None and not (
+            t.is_contiguous() and t.shape == like.shape and t.device == like.device and not t.is_neg()
+        ):
+            raise ValueError(
+                f"kernels need contiguous tensors of shape {tuple(like.shape)} on {like.device}, got {describe_memory(t)}"
+            )
 
 
 def signed_words(x: int) -> tuple[int, int]:
@@ -115,6 +130,7 @@ def _round(
     step: Tensor | None = None,
 ) -> None:  # fmt: skip
     grid, each = grid_of(format, x.shape), variance is not None and variance.dim() > 0
+    check_memory(x, out, move, positive, variance if each else None, None if codes is None else codes[0])
     if grid.kind == GridKind.BLOCK and grid.size > split.LONGEST:
         _round_split(x, out, format, rounding, key, purpose, variance, move, positive, codes, spoiled, step)
         return
@@ -200,6 +216,7 @@ def relu_with_codes(
 
 def _encode(x: Tensor, out: Tensor, codes: Tensor, exponents: Tensor, format: Format, spoiled: Tensor | None) -> None:
     grid, relu = grid_of(format, x.shape), spoiled is not None
+    check_memory(x, out, codes)
     if grid.kind == GridKind.BLOCK and grid.size > split.LONGEST:
         source, values = (torch.clamp_min(x, 0, out=out), out) if relu else (x, None)
         nothing = Key(0), 0, None, None, None  # numbers on the grid stay where they are
@@ -227,6 +244,7 @@ def decode(
     if format == FP32:
         values.copy_(codes.view(torch.float32))
         return
+    check_memory(codes, values)
     grid, flag, constants = (
         grid_of(format, codes.shape),
         codes if spoiled is None else spoiled,

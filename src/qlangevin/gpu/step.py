@@ -16,7 +16,7 @@ from ..quantization.qtensor import QTensor
 from ..quantization.random import Key
 from . import means, step_kernels
 from .grids import grid_of, is_tiny
-from .launch import COUNTERS, ROUNDINGS, block_shape, run
+from .launch import COUNTERS, ROUNDINGS, block_shape, check_memory, run
 from .means import How
 from .split import LONGEST, TYPES, round_split
 from .step_kernels import GRADIENT_BITS, ROUNDING_BITS, WEIGHT_BITS
@@ -136,6 +136,7 @@ def _item(t: TensorStep, weights: Format | None, counting: Counting | None, i: i
         theta = codes.view(torch.float32) if format == FP32 else codes
     else:
         format = weights or _OF_DTYPE[theta.dtype]
+    check_memory(t.gradient, theta, t.accumulator)
     slot, count = (0, 0) if counting is None else (counting.slots[i], counting.address(i))
     return Item(theta, t.key, format, shape, t.gradient, None, exponents, slot=slot, counted=count)
 

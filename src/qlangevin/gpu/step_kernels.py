@@ -133,6 +133,35 @@ def store_theta(out, at, inside, value, grid, KIND: tl.constexpr, CODES: tl.cons
     tl.store(out + at, value.to(out.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def load_gradient(row, g, at, inside, h, Q_G: tl.constexpr, TINY: tl.constexpr):
+    """Return Q_G of gradients."""
+    gradient = tl.load(g + at, mask=inside, other=0).to(tl.float32)
+    if Q_G != NONE:
+        grid = load_grid(row, GRADIENTS)
+        gradient = round_element(gradient, gradient, 0.0, h, gradient, grid, Q_G, STOCHASTIC, False, TINY)
+    return gradient
+
+
+@triton.jit
+def draw_bits(
+    source, tile, lane, noisy, KIND: tl.constexpr, ROUNDING: tl.constexpr, Q_G: tl.constexpr, Q_W: tl.constexpr
+):
+    """Return the random numbers of rounding, of noise, of Q_G and of Q_W; zeros where they are not used."""
+    nothing = (tile * 0).to(tl.float32)
+    h = (nothing, nothing, nothing, nothing)
+    xi, bits_g, bits_w = h, h, h
+    if ROUNDING != NEAREST and KIND != NONE:
+        h = centered(source, ROUNDING_BITS, tile, lane)
+    if noisy:
+        xi = normal(source, NOISE, tile, lane)
+    if Q_G != NONE:
+        bits_g = centered(source, GRADIENT_BITS, tile, lane)
+    if ROUNDING != NEAREST and Q_W != NONE:
+        bits_w = centered(source, WEIGHT_BITS, tile, lane)
+    return h, xi, bits_g, bits_w
+
+
 @triton.jit(do_not_specialize=["count"])
 def step_elements(
     table, flags, count, rate, sign, decay, v, TYPE: tl.constexpr, CODES: tl.constexpr, GRADIENT_TYPE: tl.constexpr,
@@ -153,47 +182,29 @@ def step_elements(
         first = part.to(tl.int64) * (4 * C)
         left = tl.minimum(tl.load(row + NUMEL) - first, 4 * C).to(tl.int32)
         tile, lane = part * (C // 16) + c // 16, c % 16
-        nothing = tl.zeros([C], tl.float32)
-        h = (nothing, nothing, nothing, nothing)
-        xi, bits_g, bits_w = h, h, h
-        if ROUNDING != NEAREST and KIND != NONE:
-            h = centered(source, ROUNDING_BITS, tile, lane)
         noisy = v > 0.0
         if KIND == FIXED and ROUNDING == CORRECTED:
             noisy = variance_in_gaps(v, gap_of(grid[1], TINY), TINY) > V0
-        if noisy:
-            xi = normal(source, NOISE, tile, lane)
-        if Q_G != NONE:
-            bits_g = centered(source, GRADIENT_BITS, tile, lane)
-        if THEN and ROUNDING != NEAREST and Q_W != NONE:
-            bits_w = centered(source, WEIGHT_BITS, tile, lane)
+        h, xi, bits_g, bits_w = draw_bits(source, tile, lane, noisy, KIND, ROUNDING, Q_G, Q_W if THEN else NONE)
         sigma = tl.sqrt_rn(v)
         for k in tl.static_range(4):
             place = c // 16 * 64 + 16 * k + lane
             at, inside = first + place, place < left
             theta = load_theta(x, at, inside, grid, KIND, CODES, TINY)
-            move = tl.load(g + at, mask=inside, other=0).to(tl.float32)
-            if Q_G != NONE:
-                move = round_element(
-                    move, move, 0.0, bits_g[k], move, load_grid(row, GRADIENTS), Q_G, STOCHASTIC, False, TINY_G
-                )
-            move = rate * (sign * move + decay * theta)
+            move = rate * (sign * load_gradient(row, g, at, inside, bits_g[k], Q_G, TINY_G) + decay * theta)
             if ROUNDING != CORRECTED:
                 if noisy:
                     move = move + sigma * xi[k]
             if CODES and KIND == FIXED and not TINY and ROUNDING != NEAREST:
-                new = round_code(
-                    tl.load(x + at, mask=inside, other=0).to(tl.float32), move, v, h[k], xi[k], grid, ROUNDING
-                )
-                tl.store(x + at, new.to(TYPE), mask=inside)
+                code = tl.load(x + at, mask=inside, other=0).to(tl.float32)
+                tl.store(x + at, round_code(code, move, v, h[k], xi[k], grid, ROUNDING).to(TYPE), mask=inside)
             else:
                 value = round_moved(theta, move, v, h[k], xi[k], grid, KIND, ROUNDING, TINY)
                 store_theta(x, at, inside, value, grid, KIND, CODES, TINY)
             if THEN:
-                weights = load_grid(row, WEIGHTS)
+                weights, out = load_grid(row, WEIGHTS), pointer(row, OUT, WEIGHTS_TYPE, ALIGNED)
                 HOW: tl.constexpr = NEAREST if ROUNDING == NEAREST else STOCHASTIC
                 value = round_element(value, value, 0.0, bits_w[k], value, weights, Q_W, HOW, False, TINY_W)
-                out = pointer(row, OUT, WEIGHTS_TYPE, ALIGNED)
                 store_theta(out, at, inside, value, weights, Q_W, WEIGHTS_CODES, TINY_W)
 
 

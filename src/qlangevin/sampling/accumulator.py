@@ -13,7 +13,8 @@ from ..quantization.backend import Kernels
 from ..quantization.formats import FP32, parse
 from ..quantization.qtensor import decoded
 from ..quantization.random import Key
-from .step import StepSettings, quantize_for
+from .settings import StepSettings
+from .step import quantize_for
 
 __all__ = ["begin_accumulator", "may_be_overwritten", "renew_accumulator", "weights_differ"]
 

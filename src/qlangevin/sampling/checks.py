@@ -13,7 +13,7 @@ from ..quantization.formats import FP8_E4M3, FP32, check_holds, parse
 from ..quantization.qtensor import QTensor, decoded
 from .gradients import first_not_finite
 from .replacing import check_not_replaced
-from .step import StepSettings
+from .settings import StepSettings
 
 __all__ = ["check_accumulator", "check_gradient", "check_parameter", "first_not_a_number"]
 

@@ -11,7 +11,7 @@ from ..quantization.backend import Kernels, TensorStep, is_deferred
 from .device_counts import SamplerCounts
 from .host_copy import has_no_numbers
 from .kernel_step import readable_gradient, step_by_kernels, step_kernels
-from .step import StepSettings
+from .settings import StepSettings
 
 __all__ = ["can_be_deferred", "find_deferred", "step_deferred"]
 

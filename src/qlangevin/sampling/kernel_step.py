@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,9 +12,7 @@ from ..quantization.backend import Kernels, TensorStep, kernels_for
 from ..quantization.codes import pack_codes
 from ..quantization.formats import parse
 from ..quantization.qtensor import QTensor, one_code_a_byte
-
-if TYPE_CHECKING:
-    from .step import StepSettings
+from .settings import StepSettings
 
 __all__ = ["Counters", "check_shape", "readable_gradient", "step_by_kernels", "step_kernels"]
 

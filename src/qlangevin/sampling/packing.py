@@ -15,7 +15,8 @@ from ..quantization.operators import Rounding
 from ..quantization.qtensor import QTensor, decoded, encode_rounded
 from .host_copy import has_no_numbers
 from .replacing import replace_parameters
-from .step import parameter_key, quantize_for
+from .settings import parameter_key
+from .step import quantize_for
 
 __all__ = ["pack", "unpack"]
 

@@ -23,7 +23,7 @@ from .checks import check_parameter, first_not_a_number
 from .in_backward import drop_passes, read_options, refuse_pass
 from .interrupts import Uninterrupted
 from .saved_state import check_states, without_private
-from .step import FIELDS, StepSettings
+from .settings import FIELDS, StepSettings
 from .stepping import Plan, Stepper
 from .watch import count_saturated
 

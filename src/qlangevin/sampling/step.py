@@ -1,4 +1,4 @@
-"""One step of Langevin dynamics: its settings, the update as a pure function of tensors, and the driver that steps many.
+"""One step of Langevin dynamics: the update as a pure function of tensors, and the driver that steps many.
 
 `step_tensors` runs on two paths that agree bit for bit: `update` in plain PyTorch, which is the specification, and the fused
 kernels of the tensors' device. Plain tensors pass through the operator ``qlangevin::sgld_``, which is opaque to `torch.compile`.
@@ -6,147 +6,24 @@ kernels of the tensors' device. Plain tensors pass through the operator ``qlange
 
 from __future__ import annotations
 
-import json
-import math
-import numbers
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from .._dtensor import shard_of
-from .._validate import check_choice, check_flag, check_number
 from ..quantization import operators, random
 from ..quantization.backend import Kernels, TensorStep
-from ..quantization.formats import BF16, FLOAT32_MAX, FP16, FP32, parse
+from ..quantization.formats import parse
 from ..quantization.laws import Mean
-from ..quantization.operators import Algorithm, Rounding
+from ..quantization.operators import Rounding
 from ..quantization.qtensor import QTensor, decoded
 from ..quantization.random import Key
 from .host_copy import has_no_numbers
 from .kernel_step import check_shape, step_by_kernels, step_kernels
+from .settings import StepSettings, settings_from_text
 
-__all__ = [
-    "FIELDS", "FORMATS", "StepSettings", "TensorStep", "parameter_key", "quantize_for", "sgld_op",
-    "step_tensors", "update",
-]  # fmt: skip
-
-FORMATS = ("weights", "gradients", "accumulator")  # the settings that are formats
-
-
-@dataclass(frozen=True)
-class StepSettings:
-    """Validated settings of one parameter group; formats by name.
-
-    The loss is the MEAN over the batch. With N data, learning rate lr, temperature T and weight decay λ (the Gaussian prior's
-    precision over N) a step is the paper's with α = lr / N: its noise has variance v = 2 lr T / N.
-    """
-
-    lr: float
-    num_data: float
-    temperature: float = 1.0
-    weight_decay: float = 0.0
-    weights: str | None = None  # None: that of the parameter's codes or dtype
-    gradients: str | None = None  # None: full precision
-    accumulator: str | None = None  # None: there is no accumulator
-    rounding: Rounding = "corrected"
-    algorithm: Algorithm = "exact"
-    maximize: bool = False
-    seed: int = 0
-    stream: int = 0
-
-    def __post_init__(self) -> None:
-        count = self.num_data
-        is_number = isinstance(count, numbers.Real) and not isinstance(count, bool) and 0 < count < math.inf
-        if not (is_number and float(count).is_integer()):
-            raise ValueError(f"num_data must be the number of training examples, a positive integer, got {count!r}")
-        self._set("num_data", float(count))  # plain numbers, also of NumPy's
-        for name in ("lr", "temperature", "weight_decay"):
-            self._set(name, check_number(name, getattr(self, name), FLOAT32_MAX))
-        if not self.variance < FLOAT32_MAX:
-            raise ValueError(
-                f"the noise would have variance 2 lr temperature / num_data = {self.variance}; check num_data"
-            )
-        for name in FORMATS:
-            if getattr(self, name) is not None:
-                self._set(name, str(parse(getattr(self, name))))
-        check_choice("rounding", self.rounding, ("nearest", "stochastic", "corrected"))
-        check_choice("algorithm", self.algorithm, ("exact", "paper"))
-        self._set("maximize", check_flag("maximize", self.maximize))
-        key = Key(self.seed, self.stream)
-        self._set("seed", key.seed)
-        self._set("stream", key.stream)
-
-    def _set(self, name: str, value: Any) -> None:
-        object.__setattr__(self, name, value)
-
-    @classmethod
-    def from_group(cls, group: Mapping[str, Any]) -> StepSettings:
-        """Read the settings of a parameter group; a tensor lr, as schedulers may set, becomes a number."""
-        values = [group[name] for name in FIELDS]
-        values[0] = float(values[0]) if isinstance(values[0], Tensor) else values[0]
-        return _validate_once(*values)
-
-    @property
-    def variance(self) -> float:
-        """Variance of the noise of one step."""
-        return 2 * self.lr * self.temperature / self.num_data
-
-    @property
-    def noise_free_rounding(self) -> Rounding:
-        """Rounding of numbers that have their noise already, μ + sqrt(v) ξ, or get none: weights from an accumulator."""
-        return "nearest" if self.rounding == "nearest" else "stochastic"
-
-    def weights_format(self, theta: Tensor) -> str | None:
-        """Return the format a parameter is kept in: that of its codes, else ``weights``, else that of its dtype.
-
-        None for float64, which has no format.
-        """
-        if isinstance(theta, QTensor):
-            return str(theta.format)
-        return self.weights or _DTYPE_FORMATS.get(theta.dtype)
-
-    def key_of(self, p: Tensor, index: int, step: int) -> Key:
-        """Return the random bits of a parameter, or of the shard of it that this process has."""
-        return parameter_key(self.seed, self.stream, index, step, shard_of(p))
-
-    @cached_property
-    def text(self) -> str:
-        """The settings as the operator takes them."""
-        return json.dumps([getattr(self, name) for name in FIELDS])
-
-
-FIELDS = tuple(StepSettings.__dataclass_fields__)
-_DTYPE_FORMATS = {torch.float32: str(FP32), torch.bfloat16: str(BF16), torch.float16: str(FP16)}
-
-
-@lru_cache(maxsize=64, typed=True)  # a sampler that steps in backward asks for each parameter; typed: True is not 1
-def _validate_once(*values: Any) -> StepSettings:
-    return StepSettings(*values)
-
-
-@lru_cache(maxsize=64)
-def _from_text(text: str) -> StepSettings:
-    return StepSettings(*json.loads(text))
-
-
-@lru_cache(maxsize=65536)
-def _parameter_stream(seed: int, stream: int, index: int, shard: tuple[int, ...]) -> int:
-    key = Key(seed, stream)
-    for number in (index, *shard):
-        key = key.fold(number)
-    return key.stream
-
-
-def parameter_key(seed: int, stream: int, index: int, step: int, shard: tuple[int, ...] = ()) -> Key:
-    """Return the random bits of one parameter of a chain at one step: its stream is derived from the chain's.
-
-    The stream of a shard is derived from that of its parameter.
-    """
-    return Key(seed, _parameter_stream(seed, stream, index, shard), step)
+__all__ = ["quantize_for", "sgld_op", "step_tensors", "update"]
 
 
 def quantize_for(purpose: int, x: Tensor, format: str | None, rounding: Rounding, key: Key) -> Tensor:
@@ -212,7 +89,7 @@ def sgld_op(
     for i, (theta, gradient) in enumerate(zip(thetas, gradients, strict=True)):
         key = operators.key_of(*keys[3 * i : 3 * i + 3])
         tensors.append(TensorStep(theta, gradient, key, accumulators[i] if accumulators else None))
-    _step_each(tensors, _from_text(settings))
+    _step_each(tensors, settings_from_text(settings))
 
 
 @operators.fake("sgld_")

@@ -14,6 +14,7 @@ from torch.optim.optimizer import Optimizer
 
 from .._dtensor import first_anywhere, local
 from ..quantization import random
+from ..quantization.backend import TensorStep
 from ..quantization.qtensor import QTensor
 from . import compiled, in_backward
 from .accumulator import begin_accumulator, may_be_overwritten, renew_accumulator, weights_differ
@@ -26,7 +27,8 @@ from .in_backward import drop_passes, read_options, total_gradient, warn_of_pass
 from .interrupts import Uninterrupted
 from .kernel_step import step_kernels
 from .places import Places, name_parameter
-from .step import FORMATS, StepSettings, TensorStep, quantize_for, step_tensors
+from .settings import FORMATS, StepSettings
+from .step import quantize_for, step_tensors
 from .watch import Watch, is_look
 
 __all__ = ["Plan", "Stepper"]

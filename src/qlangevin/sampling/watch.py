@@ -16,7 +16,7 @@ from .._warnings import warn_once
 from ..quantization.formats import parse
 from ..quantization.qtensor import decoded
 from .host_copy import HostCopy
-from .step import StepSettings
+from .settings import StepSettings
 
 __all__ = ["Watch", "count_saturated", "is_look"]
 

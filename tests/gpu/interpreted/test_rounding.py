@@ -192,3 +192,15 @@ def test_relu_and_masks(name: str) -> None:
     x[1, 1] = torch.nan
     launch.relu_with_codes(x, out, codes, exponents, format, spoiled=spoiled)
     assert spoiled.item() == 1
+
+
+def test_memory_that_kernels_would_misread_is_refused() -> None:
+    x, format = torch.zeros(4, 6), parse("fixed8.6")
+    with pytest.raises(ValueError, match=r"contiguous tensors of shape \(6, 4\) on cpu, got .*strides \(1, 6\)"):
+        launch.quantize(x.T, format, "nearest", KEY, 0)
+    with pytest.raises(ValueError, match=r"shape \(4, 6\)"):
+        launch.quantize(x, format, "nearest", KEY, 0, out=torch.zeros(3))
+    with pytest.raises(ValueError, match=r"shape \(4, 6\)"):
+        launch.decode(torch.zeros(4, 5), torch.zeros(4, 6, dtype=torch.int8), None, format)
+    with pytest.raises(ValueError, match="lazily negated"):
+        launch.quantize(torch.zeros(3, dtype=torch.complex64).conj().imag.contiguous(), format, "nearest", KEY, 0)

@@ -13,7 +13,8 @@ from qlangevin import Key, QTensor, encode, parse
 from qlangevin.gpu import launch, split, step
 from qlangevin.gpu.functions import this_module
 from qlangevin.quantization.backend import NO_ERROR, TensorStep, suspended
-from qlangevin.sampling.step import StepSettings, _step_by_pytorch
+from qlangevin.sampling.settings import StepSettings
+from qlangevin.sampling.step import _step_by_pytorch
 
 SHAPES = ((5, 40), (3,), (2, 130))
 QUICK = [
