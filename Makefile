@@ -14,7 +14,7 @@ help:
 	@echo 'make demo       the paper in a minute: a table, and a report in results/demo/index.html'
 	@echo 'make check      lint, types and the quick tests, in two minutes'
 	@echo 'make test       lint, types and all tests'
-	@echo 'make matrix     the tests as on other machines, and under checkers of memory, in an hour; logs in results/matrix'
+	@echo 'make matrix     the tests as on other machines, and under checkers of memory, in two hours; logs in results/matrix'
 	@echo 'make bench      time and memory, compared with qtorch, torchao and plain PyTorch'
 	@echo 'make reproduce  every result in docs/results, in hours; data from QLANGEVIN_DATA, else downloaded'
 	@echo 'make clean      remove .venv and everything that was built'

@@ -77,7 +77,15 @@ def stages() -> list[Stage]:
         Stage("2 threads", "quick core", (*TESTS, *QUICK, *CORE), 6, {"QLANGEVIN_TEST_THREADS": "2"}),
         *memory_stages(),
         module_stage("kernel_fuzz", 10, "--count", "100000"),
-        module_stage("gpu_code", 15, missing=needs_module("triton")),
+        Stage(
+            "GPU kernels, interpreted",
+            "all",
+            (*TESTS, "tests/gpu/interpreted"),
+            20,
+            {"TRITON_INTERPRET": "1"},
+            needs_module("triton"),
+        ),  # fmt: skip
+        module_stage("gpu_code", 60, missing=needs_module("triton")),
         module_stage("arm64", 2, missing=needs("aarch64-linux-gnu-g++")),
         module_stage("kills", 4, "--runs", "24"),
         module_stage("fuzz", 3, "--count", "2000"),
