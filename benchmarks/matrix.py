@@ -77,20 +77,19 @@ def stages() -> list[Stage]:
         Stage("2 threads", "quick core", (*TESTS, *QUICK, *CORE), 6, {"QLANGEVIN_TEST_THREADS": "2"}),
         *memory_stages(),
         module_stage("kernel_fuzz", 10, "--count", "100000"),
-        Stage(
-            "GPU kernels, interpreted",
-            "all",
-            (*TESTS, "tests/gpu/interpreted"),
-            20,
-            {"TRITON_INTERPRET": "1"},
-            needs_module("triton"),
-        ),  # fmt: skip
+        interpreted_stage(),
         module_stage("gpu_code", 60, missing=needs_module("triton")),
         module_stage("arm64", 2, missing=needs("aarch64-linux-gnu-g++")),
         module_stage("kills", 4, "--runs", "24"),
         module_stage("fuzz", 3, "--count", "2000"),
         module_stage("faults", 4, "--every", "5", missing=needs("cc")),
     ]
+
+
+def interpreted_stage() -> Stage:
+    """Return the stage that runs the GPU's kernels in Triton's interpreter."""
+    command, variables = (*TESTS, "tests/gpu/interpreted"), {"TRITON_INTERPRET": "1"}
+    return Stage("GPU kernels", "interpreted", command, 20, variables, needs_module("triton"))
 
 
 def memory_stages() -> list[Stage]:
