@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from qlangevin.quantization import backend, rounding
-from qlangevin.quantization.backend import Kernels, TensorStep
+from qlangevin.quantization.backend import NO_ERROR, Kernels, TensorStep
 from qlangevin.quantization.codes import _encode_exactly
 from qlangevin.quantization.formats import Format
 from qlangevin.quantization.qtensor import QTensor
@@ -20,7 +20,6 @@ from qlangevin.sampling.settings import StepSettings
 from qlangevin.sampling.step import _step_by_pytorch
 
 F = TypeVar("F", bound=Callable[..., Any])
-NONE = 2**31 - 1
 
 
 def kernel(function: F) -> F:
@@ -47,10 +46,10 @@ class DeferredKernels:
     @kernel
     def begin_step(self, gradients: list[Tensor], slots: list[int], counts: Tensor, flags: Tensor) -> None:
         assert all(g.dtype in self.floats and g.is_contiguous() for g in gradients)
-        if flags[1] == NONE:
+        if flags[1] == NO_ERROR:
             counts[slots] += 1
-        bad = [slot for g, slot in zip(gradients, slots, strict=True) if not g.isfinite().all()]
-        flags[0] = min([int(flags[0]), *bad])
+            bad = [slot for g, slot in zip(gradients, slots, strict=True) if not g.isfinite().all()]
+            flags[0] = min([int(flags[0]), *bad])
 
     @kernel
     def sgld(
@@ -58,7 +57,7 @@ class DeferredKernels:
         accumulator: Format | None, rounding: Any, lr: float, weight_decay: float, variance: float, maximize: bool,
         slots: list[int] | None = None, counts: Tensor | None = None, flags: Tensor | None = None,
     ) -> None:  # fmt: skip
-        if flags is not None and flags[0] != NONE:
+        if flags is not None and flags[0] != NO_ERROR:
             flags[1] = flags[0]
             return
         kind = type("Settings", (StepSettings,), {"variance": variance})
@@ -91,8 +90,8 @@ class DeferredKernels:
         assert (out, positive, move) == (None, None, None)
         key = key if step is None else key.at(int(step))
         if variance is not None:
-            return rounding.corrected_values(x, variance, format, "exact", key)
-        return rounding.quantize_values(x, format, rounding_, key, purpose)
+            return rounding.corrected_values(x.float(), variance, format, "exact", key).to(x.dtype)
+        return rounding.quantize_values(x.float(), format, rounding_, key, purpose).to(x.dtype)
 
     @kernel
     def encode(self, values: Tensor, codes: Tensor, exponents: Tensor, format: Format) -> None:
@@ -101,7 +100,10 @@ class DeferredKernels:
         exponents.copy_(block)
 
     @kernel
-    def decode(self, values: Tensor, codes: Tensor, exponents: Tensor | None, format: Format) -> None:
+    def decode(
+        self, values: Tensor, codes: Tensor, exponents: Tensor | None, format: Format, *, spoiled: Tensor | None = None
+    ) -> None:
+        assert spoiled is None, "weights are never spoiled"
         values.copy_(format.decode(codes, exponents))
 
     @kernel

@@ -2,7 +2,8 @@
 
 import torch
 
-from qlangevin.sampling.device_counts import NONE, DeviceCounts
+from qlangevin.quantization.backend import NO_ERROR
+from qlangevin.sampling.device_counts import DeviceCounts
 from tests.helpers.deferred_kernels import deferred_kernels
 
 
@@ -14,7 +15,7 @@ def test_a_gradient_on_one_device_stops_the_step_on_the_other() -> None:
         two.begin([bad], [2])
         one.share(two)
         two.share(one)
-        assert [device.flags.tolist() for device in (one, two)] == [[2, NONE], [2, NONE]]
+        assert [device.flags.tolist() for device in (one, two)] == [[2, NO_ERROR], [2, NO_ERROR]]
         for device in (one, two):
             kernels.sgld([], weights=None, gradients=None, accumulator=None, rounding="nearest", lr=0.1, weight_decay=0.0,
                 variance=0.0, maximize=False, slots=[], counts=device.counts, flags=device.flags)  # fmt: skip
@@ -24,7 +25,7 @@ def test_a_gradient_on_one_device_stops_the_step_on_the_other() -> None:
         for device in (one, two):
             device.undo()
             assert device.counts.tolist() == [5, 5, 5]
-            assert device.wait() == NONE
+            assert device.wait() == NO_ERROR
 
 
 def test_a_device_without_gradients_keeps_its_counts() -> None:
@@ -44,6 +45,6 @@ def test_the_flag_is_heard_once_it_was_asked_for() -> None:
         device = DeviceCounts(torch.device("cpu"), [0])
         device.ask()
         device.begin([torch.tensor([torch.nan])], [0])
-        assert device.arrived() == NONE  # it was asked for before
+        assert device.arrived() == NO_ERROR  # it was asked for before
         device.ask()
         assert device.arrived() == 0

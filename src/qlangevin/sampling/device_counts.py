@@ -14,13 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..quantization.backend import kernels_for
+from ..quantization.backend import NO_ERROR, kernels_for
 from .host_copy import HostCopy
 from .kernel_step import Counters
 
-__all__ = ["NONE", "DeviceCounts", "SamplerCounts"]
-
-NONE = 2**31 - 1  # no gradient
+__all__ = ["DeviceCounts", "SamplerCounts"]
 
 
 class DeviceCounts:
@@ -29,14 +27,14 @@ class DeviceCounts:
     def __init__(self, device: torch.device, counts: list[int]) -> None:
         self.counts = torch.tensor(counts, dtype=torch.int64, device=device)
         self.before = self.counts.clone()  # those before the last step that was not turned into nothing
-        self.flags = torch.full((2,), NONE, dtype=torch.int32, device=device)
+        self.flags = torch.full((2,), NO_ERROR, dtype=torch.int32, device=device)
         self._copy: HostCopy | None = None
 
     def begin(self, gradients: list[Tensor], slots: list[int]) -> None:
         """Count a step of these slots, and look at their gradients."""
-        torch.where(self.flags[1] == NONE, self.counts, self.before, out=self.before)
-        kernels = kernels_for(*gradients)
-        if gradients and kernels is not None:
+        torch.where(self.flags[1] == NO_ERROR, self.counts, self.before, out=self.before)
+        kernels = kernels_for(*gradients) if gradients else None
+        if kernels is not None:
             kernels.begin_step(gradients, slots, self.counts, self.flags)
 
     def share(self, other: DeviceCounts) -> None:
@@ -49,9 +47,9 @@ class DeviceCounts:
         self._copy = self._copy or HostCopy(self.flags)
 
     def arrived(self) -> int:
-        """Return the flag if it has arrived, else `NONE`."""
+        """Return the flag if it has arrived, else `NO_ERROR`."""
         if self._copy is None or not self._copy.ready():
-            return NONE
+            return NO_ERROR
         flag, self._copy = self._copy.numbers()[0], None
         return int(flag)
 
@@ -64,7 +62,7 @@ class DeviceCounts:
         """Go back to before the step that failed."""
         self._copy = None
         self.counts.copy_(self.before)
-        self.flags.fill_(NONE)
+        self.flags.fill_(NO_ERROR)
 
 
 class SamplerCounts:
@@ -120,8 +118,8 @@ class SamplerCounts:
 
     def failed(self, *, wait: bool) -> Tensor | None:
         """Return the parameter whose gradient was not finite; without waiting None also if that is not known yet."""
-        flag = min((c.wait() if wait else c.arrived() for c in self._devices.values()), default=NONE)
-        return None if flag == NONE else [*self._slots][flag]
+        flag = min((c.wait() if wait else c.arrived() for c in self._devices.values()), default=NO_ERROR)
+        return None if flag == NO_ERROR else [*self._slots][flag]
 
     def undo(self) -> None:
         """Go back to before the step that failed."""
