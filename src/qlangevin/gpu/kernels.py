@@ -16,12 +16,10 @@ from .laws import V0, from_gaps, gap_of, variance_in_gaps
 from .round_rows import round_rows
 from .rows import INFINITY, chunk_count, in_order, own_gap, places_of
 
-WORDS = [
-    "key0",
-    "key1",
-    "step0",
-    "step1",
-]  # change with every call: kernels are not compiled anew for special values of them
+# Kernels are not compiled anew for special values of what changes with calls and formats; and a 1 would be no number to them.
+WORDS = ["key0", "key1", "step0", "step1"]
+GRID = ["shift", "min_gap", "max_gap"]
+BLOCKS = ["blocks", "line", "size"]
 
 
 @triton.jit
@@ -34,7 +32,7 @@ def source_of(key0, key1, step0, step1, step, ON_DEVICE: tl.constexpr):
     return key0.to(tl.uint32), key1.to(tl.uint32), low, high
 
 
-@triton.jit(do_not_specialize=[*WORDS, "numel"])
+@triton.jit(do_not_specialize=[*WORDS, *GRID, "numel"])
 def quantize_elements(
     x, other, variances, out, codes, positive, spoiled, step, numel, key0, key1, step0, step1, v, shift, min_gap, max_gap, top,
     low, high, fit, fit_three, fit_noise, KIND: tl.constexpr, ROUNDING: tl.constexpr, PURPOSE: tl.constexpr, MOVED: tl.constexpr,
@@ -108,7 +106,7 @@ def rows_of(blocks, line, size, R: tl.constexpr, ALIGNED: tl.constexpr):
     return number, (start, tl.where(number < blocks, tl.minimum(size, line - begin), 0))
 
 
-@triton.jit(do_not_specialize=[*WORDS, "blocks", "line", "size"])
+@triton.jit(do_not_specialize=[*WORDS, *GRID, *BLOCKS])
 def quantize_blocks(
     x, other, variances, out, codes, exponents, positive, spoiled, step, blocks, line, size, key0, key1, step0, step1, v, shift,
     min_gap, max_gap, top, low, high, fit, fit_three, fit_noise, HOW: tl.constexpr, ON_DEVICE: tl.constexpr, R: tl.constexpr,
@@ -125,7 +123,7 @@ def quantize_blocks(
 # ---- codes
 
 
-@triton.jit(do_not_specialize=["numel"])
+@triton.jit(do_not_specialize=[*GRID, "numel"])
 def encode_elements(
     x, out, codes, spoiled, numel, shift, min_gap, max_gap, top, low, high, fit, fit_three, fit_noise, KIND: tl.constexpr,
     TINY: tl.constexpr, RELU: tl.constexpr, E: tl.constexpr,
@@ -143,7 +141,7 @@ def encode_elements(
     tl.store(codes + at, code.to(codes.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["blocks", "line", "size"])
+@triton.jit(do_not_specialize=[*GRID, *BLOCKS])
 def encode_blocks(
     x, out, codes, exponents, spoiled, blocks, line, size, shift, min_gap, max_gap, top, low, high, fit, fit_three, fit_noise,
     TINY: tl.constexpr, RELU: tl.constexpr, ALIGNED: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
@@ -192,7 +190,7 @@ def write_decoded(out, at, inside, value, spoiled, FLAGGED: tl.constexpr):
     tl.store(out + at, value.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["numel"])
+@triton.jit(do_not_specialize=[*GRID, "numel"])
 def decode_elements(
     codes, out, spoiled, numel, shift, min_gap, max_gap, top, low, high, fit, fit_three, fit_noise, KIND: tl.constexpr,
     TINY: tl.constexpr, FLAGGED: tl.constexpr, E: tl.constexpr,
@@ -208,7 +206,7 @@ def decode_elements(
     write_decoded(out, at, inside, value, spoiled, FLAGGED)
 
 
-@triton.jit(do_not_specialize=["blocks", "line", "size"])
+@triton.jit(do_not_specialize=["shift", *BLOCKS])
 def decode_blocks(
     codes, exponents, out, spoiled, blocks, line, size, shift, FLAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     R: tl.constexpr, C: tl.constexpr,

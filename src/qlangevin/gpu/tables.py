@@ -21,6 +21,8 @@ __all__ = ["Item", "Table", "make_table"]
 MOST_TABLES = 64
 _uploaded: OrderedDict[tuple[Any, ...], Tensor] = OrderedDict()
 _captured: list[Tensor] = []  # CUDA graphs read these when they are replayed
+_spare: dict[int, list[Tensor]] = {}  # pinned memory for tables of so many rows
+SPARE = 4
 
 
 class Item(NamedTuple):
@@ -93,20 +95,35 @@ def _addresses(*tensors: Tensor | None) -> list[int]:
 
 
 def _upload(rows: tuple[tuple[int, ...], ...], device: torch.device) -> Tensor:
-    """Return the rows on a device; the host does not wait."""
-    key = (device, rows)
+    """Return the rows on a device, copied there on its current stream; the host does not wait."""
+    if device.type == "cpu":
+        return torch.tensor(rows, dtype=torch.int64)
+    key = (device, torch.get_device_module(device).current_stream(device).stream_id, rows)
     table = _uploaded.get(key)
     if table is None:
-        host = torch.tensor(rows, dtype=torch.int64)
-        table = host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
-        _uploaded[key] = table
+        host = _staged(rows, device)
+        table = _uploaded[key] = torch.empty_like(host, device=device, pin_memory=False).copy_(host, non_blocking=True)
+        if is_capturing(device):
+            _captured.append(host)
         if len(_uploaded) > MOST_TABLES:
             _uploaded.popitem(last=False)
-    else:
-        _uploaded.move_to_end(key)
+    _uploaded.move_to_end(key)
     if is_capturing(device):
         _captured.append(table)
     return table
+
+
+def _staged(rows: tuple[tuple[int, ...], ...], device: torch.device) -> Tensor:
+    """Return rows in memory that a GPU can read. While a graph is captured none can be allocated: some is set aside before."""
+    spare = _spare.setdefault(len(rows), [])
+    shape = len(rows), len(rows[0])
+    if not is_capturing(device):
+        while len(spare) < SPARE:
+            spare.append(torch.empty(shape, dtype=torch.int64, pin_memory=True))
+        return torch.tensor(rows, dtype=torch.int64).pin_memory()
+    if not spare:
+        raise RuntimeError("take a step before a CUDA graph is captured: it sets memory aside that the capture needs")
+    return spare.pop().copy_(torch.tensor(rows, dtype=torch.int64))
 
 
 def is_capturing(device: torch.device) -> bool:
