@@ -35,7 +35,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Elsewhere:
     empty = torch.empty
     monkeypatch.setattr(torch, "get_device_module", lambda device: elsewhere)
     monkeypatch.setattr(torch, "empty_like", lambda t, device, pin_memory: t.new_empty(t.shape))
-    monkeypatch.setattr(torch, "empty", lambda shape, dtype, pin_memory: empty(shape, dtype=dtype))
+    monkeypatch.setattr(torch, "empty", lambda shape, dtype, device, pin_memory: empty(shape, dtype=dtype))
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
     for name, value in (("_uploaded", type(tables._uploaded)()), ("_captured", []), ("_spare", {})):
         monkeypatch.setattr(tables, name, value)
@@ -55,17 +55,32 @@ def test_a_table_is_uploaded_once_for_each_stream(device: Elsewhere) -> None:
     assert upload(device, ROW) is not first
 
 
-def test_a_capture_keeps_what_it_reads(device: Elsewhere, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_capture_keeps_what_it_reads_and_nobody_else_gets_it(
+    device: Elsewhere, monkeypatch: pytest.MonkeyPatch
+) -> None:
     known = upload(device, ROW)
     monkeypatch.setattr(tables, "is_capturing", lambda device: True)
-    new = upload(device, (4, 5, 6))
-    assert new.tolist() == [[4, 5, 6]]
+    new = upload(device, ROW)
+    assert new.tolist() == [list(ROW)]
+    assert new is not known
+    assert [t.tolist() for t in tables._captured] == [
+        [list(ROW)],
+        [list(ROW)],
+    ]  # also the memory that it is copied from
+    monkeypatch.setattr(tables, "is_capturing", lambda device: False)
     assert upload(device, ROW) is known
-    assert any(t is new for t in tables._captured)
-    assert any(t is known for t in tables._captured)
-    assert len(tables._captured) == 3  # and the memory that the new one is copied from
-    with pytest.raises(RuntimeError, match="take a step before a CUDA graph is captured"):
-        upload(device, ROW, ROW)
+
+
+def test_memory_is_set_aside_for_captures(device: Elsewhere, monkeypatch: pytest.MonkeyPatch) -> None:
+    upload(device, ROW)
+    for _ in range(3):  # captures, with a step before each
+        upload(device, ROW)
+        monkeypatch.setattr(tables, "is_capturing", lambda device: True)
+        for i in range(1 + tables.SPARE):
+            upload(device, (i, 0, 0))
+        with pytest.raises(RuntimeError, match="take one more step of the same kind before each capture"):
+            upload(device, ROW)
+        monkeypatch.setattr(tables, "is_capturing", lambda device: False)
 
 
 def test_a_row_has_addresses_sizes_and_grids() -> None:

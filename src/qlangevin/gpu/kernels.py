@@ -1,7 +1,7 @@
 """Kernels that work on one tensor: rounding, with and without codes, and codes alone. Launched by `gpu.launch`.
 
-Numbers of a grid, the key and the step come as arguments. A step can also be a pointer to an int64 (ON_DEVICE), so that a CUDA
-graph reads it anew each time it is replayed.
+Numbers of a grid, the key and the step come as arguments. A step can also be an int64 on the device (on_device), so that
+a CUDA graph reads it anew each time it is replayed; kernels are the same for both, because a capture can load no new ones.
 """
 
 from __future__ import annotations
@@ -17,30 +17,28 @@ from .round_rows import round_rows
 from .rows import INFINITY, chunk_count, in_order, own_gap, places_of
 
 # Kernels are not compiled anew for special values of what changes with calls and formats; and a 1 would be no number to them.
-WORDS = ["key0", "key1", "step0", "step1"]
+WORDS = ["on_device", "key0", "key1", "step0", "step1"]
 GRID = ["shift", "min_gap", "max_gap"]
 BLOCKS = ["blocks", "line", "size"]
 
 
 @triton.jit
-def source_of(key0, key1, step0, step1, step, ON_DEVICE: tl.constexpr):
-    """Return key and step as four words."""
-    low, high = step0.to(tl.uint32), step1.to(tl.uint32)
-    if ON_DEVICE:
-        number = tl.load(step)
-        low, high = number.to(tl.uint32), (number >> 32).to(tl.uint32)
+def source_of(key0, key1, step0, step1, step, on_device):
+    """Return key and step as four words; the step is a number, or counted on the device."""
+    counted = tl.load(step, mask=on_device != 0, other=0)
+    low = tl.where(on_device != 0, counted.to(tl.uint32), step0.to(tl.uint32))
+    high = tl.where(on_device != 0, (counted >> 32).to(tl.uint32), step1.to(tl.uint32))
     return key0.to(tl.uint32), key1.to(tl.uint32), low, high
 
 
 @triton.jit(do_not_specialize=[*WORDS, *GRID, "numel"])
 def quantize_elements(
-    x, other, variances, out, codes, positive, spoiled, step, numel, key0, key1, step0, step1, v, shift, min_gap, max_gap, top,
-    low, high, fit, fit_three, fit_noise, KIND: tl.constexpr, ROUNDING: tl.constexpr, PURPOSE: tl.constexpr, MOVED: tl.constexpr,
-    EACH: tl.constexpr, TINY: tl.constexpr, HAS_CODES: tl.constexpr, MASKED: tl.constexpr, ON_DEVICE: tl.constexpr,
-    C: tl.constexpr,
+    x, other, variances, out, codes, positive, spoiled, step, on_device, numel, key0, key1, step0, step1, v, shift, min_gap,
+    max_gap, top, low, high, fit, fit_three, fit_noise, KIND: tl.constexpr, ROUNDING: tl.constexpr, PURPOSE: tl.constexpr,
+    MOVED: tl.constexpr, EACH: tl.constexpr, TINY: tl.constexpr, HAS_CODES: tl.constexpr, MASKED: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """Round the elements of a tensor, each on its own: C counters, that is 4 C elements, in a program."""
-    source = source_of(key0, key1, step0, step1, step, ON_DEVICE)
+    source = source_of(key0, key1, step0, step1, step, on_device)
     grid = (shift, min_gap, max_gap, top, low, high, fit, fit_three, fit_noise)
     c = tl.arange(0, C)
     first = tl.program_id(0).to(tl.int64) * (4 * C)
@@ -108,12 +106,11 @@ def rows_of(blocks, line, size, R: tl.constexpr, ALIGNED: tl.constexpr):
 
 @triton.jit(do_not_specialize=[*WORDS, *GRID, *BLOCKS])
 def quantize_blocks(
-    x, other, variances, out, codes, exponents, positive, spoiled, step, blocks, line, size, key0, key1, step0, step1, v, shift,
-    min_gap, max_gap, top, low, high, fit, fit_three, fit_noise, HOW: tl.constexpr, ON_DEVICE: tl.constexpr, R: tl.constexpr,
-    C: tl.constexpr,
+    x, other, variances, out, codes, exponents, positive, spoiled, step, on_device, blocks, line, size, key0, key1, step0, step1,
+    v, shift, min_gap, max_gap, top, low, high, fit, fit_three, fit_noise, HOW: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """Round blocks of a tensor, R in a program."""
-    source = source_of(key0, key1, step0, step1, step, ON_DEVICE)
+    source = source_of(key0, key1, step0, step1, step, on_device)
     grid = (shift, min_gap, max_gap, top, low, high, fit, fit_three, fit_noise)
     numbers, rows = rows_of(blocks, line, size, R, HOW.aligned)
     mean = (x, other, gap_of(numbers * 0, False), v, variances, source, 0.0, 0.0, 0.0, 0.0)

@@ -21,6 +21,7 @@ from .tables import Item, Table
 ROUNDINGS = {"nearest": 0, "stochastic": 1, "corrected": 2}
 COUNTERS = 512  # of a program that rounds elements one by one: sixteen elements a thread
 ELEMENTS = 1024  # of a program that encodes or decodes
+MOST_BLOCKS = 2**31 - 256
 MOST_ELEMENTS = 2**33  # four elements share a counter of 32 bits
 OPTIONS = {"enable_fp_fusion": False}  # a product and a sum in one instruction round once: other bits
 
@@ -42,7 +43,7 @@ def block_shape(length: int) -> BlockShape:
     they are short. Very long blocks have many warps.
     """
     if length > 16384:
-        return BlockShape(1, 1024, 16)
+        return BlockShape(1, 1024, 8 if torch.version.hip else 16)  # 512 threads: AMD's warps have 64
     return BlockShape(1, 64, 1) if length > 128 else BlockShape(4, 16, 1)
 
 
@@ -79,6 +80,22 @@ def check_memory(like: Tensor, *others: Tensor | None) -> None:
             raise ValueError(
                 f"kernels need contiguous tensors of shape {tuple(like.shape)} on {like.device}, got {describe_memory(t)}"
             )
+
+
+@lru_cache(maxsize=64)
+def no_step(device: torch.device) -> Tensor:
+    """Return an int64 that stands in for the step on a device where there is none."""
+    return torch.zeros(1, dtype=torch.int64, device=device)
+
+
+def check_blocks(format: Format, shape: torch.Size) -> None:
+    """Raise ValueError for blocks that the kernels cannot count in 32 bits."""
+    grid, blocks = grid_of(format, shape), format.block_count(shape)
+    if max(grid.line, blocks) >= MOST_BLOCKS:
+        raise ValueError(
+            f"kernels count blocks, and the elements of a row, in 31 bits; {format} of shape {tuple(shape)} has {blocks} blocks "
+            f"in rows of {grid.line}; cut the tensor into several"
+        )
 
 
 def signed_words(x: int) -> tuple[int, int]:
@@ -130,21 +147,23 @@ def _round(
     step: Tensor | None = None,
 ) -> None:  # fmt: skip
     grid, each = grid_of(format, x.shape), variance is not None and variance.dim() > 0
+    check_blocks(format, x.shape)
     check_memory(x, out, move, positive, variance if each else None, None if codes is None else codes[0])
     if grid.kind == GridKind.BLOCK and grid.size > split.LONGEST:
         _round_split(x, out, format, rounding, key, purpose, variance, move, positive, codes, spoiled, step)
         return
     written, exponents = codes if codes is not None else (x, x)
     pointers = [t if t is not None else x for t in (move, variance if each else None, out, written)]
-    rest = [t if t is not None else x for t in (positive, spoiled, step)]
+    number = no_step(x.device) if step is None else step
+    rest = (x if positive is None else positive, x if spoiled is None else spoiled, number, int(step is not None))
     v = 0.0 if variance is None or each else float(variance)
     words = (*key_words(key), *signed_words(key.step), v, *grid_numbers(grid))
-    coded, masked, on_device = codes is not None, positive is not None, step is not None
+    coded, masked = codes is not None, positive is not None
     if grid.kind != GridKind.BLOCK:
         run(
             kernels.quantize_elements, triton.cdiv(x.numel(), 4 * COUNTERS), x.device, x, *pointers, *rest, x.numel(), *words,
             KIND=int(grid.kind), ROUNDING=ROUNDINGS[rounding], PURPOSE=purpose, MOVED=move is not None, EACH=each,
-            TINY=is_tiny(grid), HAS_CODES=coded, MASKED=masked, ON_DEVICE=on_device, C=COUNTERS,
+            TINY=is_tiny(grid), HAS_CODES=coded, MASKED=masked, C=COUNTERS,
         )  # fmt: skip
         return
     shape, blocks = block_shape(grid.size), format.block_count(x.shape)
@@ -155,7 +174,7 @@ def _round(
     )  # fmt: skip
     run(
         kernels.quantize_blocks, triton.cdiv(blocks, shape.rows), x.device, x, *pointers, exponents, *rest, blocks,
-        *lengths(grid), *words, HOW=how, ON_DEVICE=on_device, R=shape.rows, C=shape.counters, warps=shape.warps,
+        *lengths(grid), *words, HOW=how, R=shape.rows, C=shape.counters, warps=shape.warps,
     )  # fmt: skip
 
 
@@ -216,6 +235,7 @@ def relu_with_codes(
 
 def _encode(x: Tensor, out: Tensor, codes: Tensor, exponents: Tensor, format: Format, spoiled: Tensor | None) -> None:
     grid, relu = grid_of(format, x.shape), spoiled is not None
+    check_blocks(format, x.shape)
     check_memory(x, out, codes)
     if grid.kind == GridKind.BLOCK and grid.size > split.LONGEST:
         source, values = (torch.clamp_min(x, 0, out=out), out) if relu else (x, None)
@@ -244,6 +264,7 @@ def decode(
     if format == FP32:
         values.copy_(codes.view(torch.float32))
         return
+    check_blocks(format, codes.shape)
     check_memory(codes, values)
     grid, flag, constants = (
         grid_of(format, codes.shape),

@@ -169,6 +169,7 @@ def round_rows(mean, rows, numbers, grid, target, HOW: tl.constexpr, C: tl.const
         last = (tl.max(length) + (E - 1)) // E
         decision = settle_gaps(mean, greatest, rows, last, own, enough, grid, HOW, E)
         unit = tl.where(decision[2], decision[1], decision[0])
+        tl.debug_barrier()  # every warp has read the number that was drawn alone before one overwrites it
         largest = draw_rows_decided(mean, rows, 0, last, decision, spoiled, grid, target, HOW, E)
     else:
         largest = draw_rows(mean, rows, 0, chunks, own, spoiled, noisy, grid, target, HOW, C)

@@ -16,7 +16,7 @@ from ..quantization.qtensor import QTensor
 from ..quantization.random import Key
 from . import means, step_kernels
 from .grids import grid_of, is_tiny
-from .launch import COUNTERS, ROUNDINGS, block_shape, check_memory, run
+from .launch import COUNTERS, ROUNDINGS, block_shape, check_blocks, check_memory, run
 from .means import How
 from .split import LONGEST, TYPES, round_split
 from .step_kernels import GRADIENT_BITS, ROUNDING_BITS, WEIGHT_BITS
@@ -116,12 +116,12 @@ def sgld(
         targets = [item._replace(other=g) for item, g in zip(targets, rounded, strict=True)]
     _update(run_, targets, None if needs_scratch else gradients)
     later = [
-        item
+        item._replace(x=t.accumulator, other=None, out=item.x)
         for t, item, target in zip(tensors, each, targets, strict=True)
         if t.accumulator is not None and target.out is None
     ]
     if later:
-        _round_weights(run_, later, [t.accumulator for t in tensors if t.accumulator is not None])
+        _round_weights(run_, later)
 
 
 def _is_block(format: Format | None) -> bool:
@@ -136,6 +136,7 @@ def _item(t: TensorStep, weights: Format | None, counting: Counting | None, i: i
         theta = codes.view(torch.float32) if format == FP32 else codes
     else:
         format = weights or _OF_DTYPE[theta.dtype]
+    check_blocks(format, shape)
     check_memory(t.gradient, theta, t.accumulator)
     slot, count = (0, 0) if counting is None else (counting.slots[i], counting.address(i))
     return Item(theta, t.key, format, shape, t.gradient, None, exponents, slot=slot, counted=count)
@@ -241,12 +242,12 @@ def _merge_short(groups: dict[Any, list[Item]]) -> None:
         groups[longer] += groups.pop(short)
 
 
-def _round_weights(run_: StepRun, items: Sequence[Item], accumulators: Sequence[Tensor]) -> None:
-    """Round weights from their accumulators, where the update has not: blocks are among them."""
+def _round_weights(run_: StepRun, items: Sequence[Item]) -> None:
+    """Round weights, to ``out``, from their accumulators, where the update has not: blocks are among them."""
     rounding = "nearest" if run_.rounding == "nearest" else "stochastic"
     groups: dict[Any, list[Item]] = defaultdict(list)
-    for item, accumulator in zip(items, accumulators, strict=True):
-        groups[_signature(item)].append(item._replace(x=accumulator, other=None, out=item.x))
+    for item in items:
+        groups[_signature(item)].append(item)
     for group in groups.values():
         some = group[0]
         assert some.out is not None

@@ -97,35 +97,51 @@ def _addresses(*tensors: Tensor | None) -> list[int]:
 def _upload(rows: tuple[tuple[int, ...], ...], device: torch.device) -> Tensor:
     """Return the rows on a device, copied there on its current stream; the host does not wait."""
     if device.type == "cpu":
-        return torch.tensor(rows, dtype=torch.int64)
+        return torch.tensor(rows, dtype=torch.int64, device="cpu")
+    if is_capturing(
+        device
+    ):  # the copy is made when the graph is replayed: not for anybody else, and both are kept for it
+        _captured.append(_take_spare(rows))
+        _captured.append(_copy_to(device, _captured[-1]))
+        return _captured[-1]
     key = (device, torch.get_device_module(device).current_stream(device).stream_id, rows)
     table = _uploaded.get(key)
     if table is None:
-        host = _staged(rows, device)
-        table = _uploaded[key] = torch.empty_like(host, device=device, pin_memory=False).copy_(host, non_blocking=True)
-        if is_capturing(device):
-            _captured.append(host)
+        table = _copy_to(device, torch.tensor(rows, dtype=torch.int64, device="cpu").pin_memory())
+        _uploaded[key] = table
         if len(_uploaded) > MOST_TABLES:
             _uploaded.popitem(last=False)
-    _uploaded.move_to_end(key)
-    if is_capturing(device):
-        _captured.append(table)
+    else:
+        _uploaded.move_to_end(key)
+    _set_aside(len(rows), len(rows[0]))
     return table
 
 
-def _staged(rows: tuple[tuple[int, ...], ...], device: torch.device) -> Tensor:
-    """Return rows in memory that a GPU can read. While a graph is captured none can be allocated: some is set aside before."""
-    spare = _spare.setdefault(len(rows), [])
-    shape = len(rows), len(rows[0])
-    if not is_capturing(device):
-        while len(spare) < SPARE:
-            spare.append(torch.empty(shape, dtype=torch.int64, pin_memory=True))
-        return torch.tensor(rows, dtype=torch.int64).pin_memory()
+def _copy_to(device: torch.device, pinned: Tensor) -> Tensor:
+    return torch.empty_like(pinned, device=device, pin_memory=False).copy_(pinned, non_blocking=True)
+
+
+def _set_aside(count: int, width: int) -> None:
+    """Have pinned memory for tables of so many rows, as many as are in use and some more: a capture can allocate none."""
+    spare, in_use = _spare.setdefault(count, []), sum(len(key[2]) == count for key in _uploaded)
+    while len(spare) < in_use + SPARE:
+        spare.append(torch.empty((count, width), dtype=torch.int64, device="cpu", pin_memory=True))
+
+
+def _take_spare(rows: tuple[tuple[int, ...], ...]) -> Tensor:
+    """Return rows in memory that was set aside."""
+    spare = _spare.get(len(rows))
     if not spare:
-        raise RuntimeError("take a step before a CUDA graph is captured: it sets memory aside that the capture needs")
-    return spare.pop().copy_(torch.tensor(rows, dtype=torch.int64))
+        raise RuntimeError(
+            "a CUDA graph that is captured needs memory that earlier steps set aside, and there is none left; take one more step "
+            "of the same kind before each capture"
+        )
+    return spare.pop().copy_(torch.tensor(rows, dtype=torch.int64, device="cpu"))
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Return True while a CUDA graph is being captured."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    """Return True while a CUDA graph is being captured on the current stream of a device."""
+    if device.type != "cuda" or not torch.cuda.is_initialized():
+        return False
+    with torch.cuda.device(device):
+        return bool(torch.cuda.is_current_stream_capturing())

@@ -45,7 +45,7 @@ class Handler:
         self.activations, self.errors, self.rounding = activations, errors, rounding
         self.chain, self.name, self.seed = chain, name, chain.seed
         self.set_replica(0)
-        self.count = torch.zeros((), dtype=torch.int64)  # on the host; graphs count on the device
+        self.count = torch.zeros((), dtype=torch.int64, device="cpu")  # on the host; graphs count on the device
         self.graph_count = graph_count.GraphCount()
 
     def set_replica(self, replica: int) -> None:

@@ -23,7 +23,7 @@ class HostCopy:
         if source.is_cpu:
             self._values = source.clone()
             return
-        self._values = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
+        self._values = torch.empty(source.shape, dtype=source.dtype, device="cpu", pin_memory=True)
         self._values.copy_(source, non_blocking=True)
         self._event = torch.Event(source.device)
         self._event.record(torch.accelerator.current_stream(source.device))

@@ -6,6 +6,7 @@ ends the step one more gradient is an error: it would take a second step, with n
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Mapping
 from functools import lru_cache
@@ -96,6 +97,9 @@ class Sampler(Protocol):
     def step_one(self, p: Tensor) -> None: ...
 
 
+_one_at_a_time = threading.RLock()  # autograd has a thread for each GPU
+
+
 class StepHook:
     """The hook of a sampler on a parameter; it does not keep the sampler alive."""
 
@@ -105,7 +109,8 @@ class StepHook:
     def __call__(self, p: Tensor) -> None:
         sampler = self.sampler()
         if sampler is not None:
-            sampler.step_one(p)
+            with _one_at_a_time:
+                sampler.step_one(p)
 
 
 def attach_hook(p: Tensor, sampler: Sampler) -> None:
