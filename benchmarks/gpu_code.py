@@ -72,7 +72,10 @@ def inspect(specialisation: Specialisation, target: str) -> Finding:
     problems = sorted(set(find_problems(code.assembly, target)))
     if code.resources.stack or code.resources.spills:
         problems.append(f"local memory: {code.resources.stack} bytes of stack, {code.resources.spills} of spills")
-    cost = cost_of(specialisation, code)
+    try:
+        cost = cost_of(specialisation, code)
+    except ValueError:  # the usual path was not found: what has a budget is beyond it then
+        return Finding(specialisation.name, target, code.resources.registers, math.nan, math.nan, problems)
     return Finding(specialisation.name, target, code.resources.registers, cost.instructions, cost.accessed, problems)
 
 
@@ -101,7 +104,7 @@ def beyond_budget(recorded: Iterable[Recorded], findings: dict[tuple[str, str], 
         most = BUDGETS.get(operation.name)
         if most and operation.launches and (operation.launches[0].identity, "sm_90") in findings:
             count = instructions_of(operation, findings, "sm_90")
-            if count > most:
+            if not count <= most:
                 yield f"{operation.name}: {count:.0f} instructions an element, of at most {most}"
 
 
