@@ -95,9 +95,8 @@ def draw_rows(mean, rows, first, last, own, spoiled, noisy, grid, target, HOW: t
             at = start + place
             x = load_start(mean, at, inside, HOW)
             move = load_drift(mean, at, inside, x, HOW)
-            if HOW.each:
-                left = variance_in_gaps(load_variance(mean, at, inside, HOW), gap, HOW.tiny)
-            n = draw_simply(x, move, left, amplitude, h[k], xi[k], gap, grid[3], HOW)
+            own_left = variance_in_gaps(load_variance(mean, at, inside, HOW), gap, HOW.tiny) if HOW.each else left
+            n = draw_simply(x, move, own_left, amplitude, h[k], xi[k], gap, grid[3], HOW)
             bits = write(from_gaps(n, gap, HOW.tiny), at, inside, spoiled, gap, grid, target, HOW)
             most = tl.maximum(most, bits)
     return tl.max(most, 1)[:, None]

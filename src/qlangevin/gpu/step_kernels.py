@@ -187,6 +187,7 @@ def step_elements(
             noisy = variance_in_gaps(v, gap_of(grid[1], TINY), TINY) > V0
         h, xi, bits_g, bits_w = draw_bits(source, tile, lane, noisy, KIND, ROUNDING, Q_G, Q_W if THEN else NONE)
         sigma = tl.sqrt_rn(v)
+        NOISE_FREE: tl.constexpr = NEAREST if ROUNDING == NEAREST else STOCHASTIC
         for k in tl.static_range(4):
             place = c // 16 * 64 + 16 * k + lane
             at, inside = first + place, place < left
@@ -203,8 +204,7 @@ def step_elements(
                 store_theta(x, at, inside, value, grid, KIND, CODES, TINY)
             if THEN:
                 weights, out = load_grid(row, WEIGHTS), pointer(row, OUT, WEIGHTS_TYPE, ALIGNED)
-                HOW: tl.constexpr = NEAREST if ROUNDING == NEAREST else STOCHASTIC
-                value = round_element(value, value, 0.0, bits_w[k], value, weights, Q_W, HOW, False, TINY_W)
+                value = round_element(value, value, 0.0, bits_w[k], value, weights, Q_W, NOISE_FREE, False, TINY_W)
                 store_theta(out, at, inside, value, weights, Q_W, WEIGHTS_CODES, TINY_W)
 
 
