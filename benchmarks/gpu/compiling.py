@@ -58,7 +58,7 @@ class Specialisation(Protocol):
 
     @property
     def passes(self) -> int:
-        """How often each loop of it runs for them."""
+        """The number of times that each of its loops runs for them."""
 
     @property
     def bytes_per_element(self) -> float:
@@ -67,7 +67,7 @@ class Specialisation(Protocol):
 
 @dataclass(frozen=True)
 class Resources:
-    """What a thread needs of a multiprocessor."""
+    """Resources of a multiprocessor that a thread needs."""
 
     registers: int
     stack: int

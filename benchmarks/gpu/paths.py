@@ -45,7 +45,7 @@ class Instruction(NamedTuple):
 
     @property
     def times(self) -> int:
-        """How often a loop that says so runs; 0 if none does."""
+        """The number of times that a loop which says so runs; 0 if none does."""
         return max((times_of_lines(file).get(line, 0) for file, line in self.lines), default=0)
 
     @property

@@ -66,7 +66,7 @@ class Launch:
 
     @property
     def identity(self) -> str:
-        """What makes Triton compile a kernel of its own."""
+        """All for which Triton compiles a kernel of its own."""
         parts = (self.module, self.function, self.signature, self.constexprs, self.aligned, self.num_warps)
         return json.dumps(parts, sort_keys=True, default=str)
 

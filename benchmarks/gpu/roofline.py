@@ -59,7 +59,7 @@ AMD_CLOCKS = {"special": 4, "product": 4, "control": 0, "memory": 0}
 
 @dataclass(frozen=True)
 class Cost:
-    """What a kernel does for each element: instructions of a lane, by unit, and bytes that have to be moved.
+    """Work of a kernel for each element: instructions of a lane, by unit, and bytes that have to be moved.
 
     ``accessed`` are the bytes that its loads and stores name: more, if lanes load the same ones, an exponent of a block, say.
     """

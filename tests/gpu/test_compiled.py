@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What `benchmarks.gpu_code` finds, in a process without the interpreter."""
+    """Return the findings of `benchmarks.gpu_code`, in a process without the interpreter."""
     file = tmp_path_factory.mktemp("findings") / "findings.json"
     command = [sys.executable, "-m", "benchmarks.gpu_code", "--quick", "--targets", "sm_90", "--json", str(file)]
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}

@@ -431,7 +431,7 @@ def test_check_tells_what_was_seen(device: DeferredKernels) -> None:
 
 @pytest.fixture
 def capturing(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Whether a graph is being captured, as the sampler sees it."""
+    """Stand in for the capture of a graph, as the sampler sees it."""
     now = [False]
     for module in (host_copy, stepping):
         monkeypatch.setattr(module, "is_capturing", lambda: now[0])

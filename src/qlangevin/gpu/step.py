@@ -66,7 +66,7 @@ class StepRun(NamedTuple):
 
     @property
     def drift(self) -> int:
-        """How blocks make their drift: naive rounding adds the noise to it."""
+        """The kind of drift that blocks have: naive rounding adds the noise to it."""
         naive = self.rounding != "corrected" and self.variance > 0
         return int((means.NOISY if naive else means.GRADIENT).value)
 

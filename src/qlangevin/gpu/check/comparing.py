@@ -61,7 +61,7 @@ class Case:
 
 @dataclass
 class Comparison:
-    """How many cases of one kind were run, and which of them differ."""
+    """The number of cases of one kind that were run, and those of them that differ."""
 
     what: str
     cases: int = 0
