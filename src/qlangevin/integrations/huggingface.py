@@ -1,0 +1,232 @@
+"""A callback of the Hugging Face Trainer that collects samples of the posterior.
+
+    sampler = ql.SGLD(model.parameters(), lr=1e-2, num_data=len(data), weights="bfp8")
+    schedule = ql.ConstantLR(sampler, total_steps=2000, samples=40)
+    args = TrainingArguments("out", max_steps=2000, max_grad_norm=0)
+    Trainer(model, args, train_dataset=data, optimizers=(sampler, schedule), callbacks=[SampleCallback("run")]).train()
+    posterior = ql.Posterior.open("run", model)
+
+``Trainer.train(resume_from_checkpoint=True)`` goes on with the same bits: beside the Trainer's own files, each of its checkpoints
+gets a ``qlangevin.safetensors`` with codes, counters and what the store held.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .._validate import check_flag
+from .._warnings import warn
+from ..sampling.stepping import Stepper
+from ..storage.store import SampleStore
+from . import trainer_checks
+from .collecting import Collector, Report, find_sampler
+
+try:
+    from transformers import TrainerCallback
+except ImportError as error:
+    raise ImportError("qlangevin.integrations.huggingface needs transformers: pip install 'qlangevin[huggingface]'") from error
+
+__all__ = ["SampleCallback"]
+
+FILE = "qlangevin.safetensors"  # in each of the Trainer's checkpoints
+
+
+class SampleCallback(TrainerCallback):  # type: ignore[misc]  # transformers is not looked into
+    """Collect samples into a store while a Trainer trains, and report R-hat of their losses.
+
+    Settings of the Trainer that would make the chain sample something else than the posterior raise ValueError when training
+    begins, with the remedy; doubtful ones warn.
+
+    Args:
+        path: folder of the store.
+        every: steps between samples; None takes them when the schedule says so, one of qlangevin's.
+        burn_in: with ``every``, steps before the first sample.
+        allow_clipping: let ``max_grad_norm`` clip gradients, which biases the posterior.
+        store_options: further arguments of `SampleStore.create`.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        every: int | None = None,
+        burn_in: int = 0,
+        allow_clipping: bool = False,
+        **store_options: Any,
+    ) -> None:
+        self._collector = Collector(path, every, burn_in)
+        self._allow_clipping, self._options = check_flag("allow_clipping", allow_clipping), store_options
+        self._losses = _StepLoss()
+
+    @property
+    def store(self) -> SampleStore | None:
+        """The store, once training has begun."""
+        return self._collector.store
+
+    @property
+    def losses(self) -> Tensor:
+        """Training loss of each sample: the mean over the steps since the last one. Stack those of several chains for R-hat."""
+        return self._collector.losses
+
+    def report(self) -> Report:
+        """Return the number and size of the samples, and R-hat and effective sample size of their losses."""
+        return self._collector.report()
+
+    # ---- events of the Trainer
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        """Check the settings, open the store, and resume if the Trainer does."""
+        model, sampler = given["model"], find_sampler(given["optimizer"])
+        _check_arguments(args, sampler, model, self._allow_clipping)
+        _check_schedule(args, given["lr_scheduler"])
+        resumed = state.global_step > 0
+        file = _checkpoint_folder(args, state) / FILE
+        if resumed and not file.exists():
+            raise FileNotFoundError(
+                f"the Trainer resumes at step {state.global_step}, but there is no {file}: resume from a checkpoint in "
+                "output_dir that was saved with this callback"
+            )
+        self._collector.begin(model, sampler, given["lr_scheduler"], resumed, **self._options)
+        if resumed:
+            self._collector.load(file)
+        self._losses.attach(model, sampler, given.get("train_dataloader"))
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        """Collect a sample if it is time for one."""
+        self._collector.step(self._losses.take(), may_be_skipped=_is_scaled(args))
+
+    def on_save(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        """Save what resumes the chain into the Trainer's checkpoint."""
+        folder = _checkpoint_folder(args, state)
+        if folder.is_dir():
+            self._collector.save(folder / FILE)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **given: Any) -> None:
+        """Add the number of samples and R-hat of their losses to the log."""
+        if logs is None or not (report := self.report()).samples:
+            return
+        found = {"samples": report.samples, "loss_r_hat": round(report.r_hat, 4)}
+        logs.update(found)
+        if state.log_history and report.r_hat == report.r_hat:  # JSON has no NaN
+            state.log_history[-1].update(found)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        """Close the store; warn if the chain has not converged."""
+        self._losses.detach()
+        self._collector.end()
+
+
+class _StepLoss:
+    """The loss of each step, as the model returned it, put together from its micro-batches as the Trainer does."""
+
+    def __init__(self) -> None:
+        self._parts: list[Tensor] = []
+        self._hook: Any = None
+        self._normalized = False  # whether the model divides by the items of all micro-batches
+
+    def attach(self, model: nn.Module, sampler: Stepper, loader: Any) -> None:
+        self.detach()
+        self._sampler, self._loader, self._first = sampler, loader, True
+        self._hook = model.register_forward_hook(self._hear, with_kwargs=True)
+
+    def detach(self) -> None:
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+        self._parts = []
+
+    def _hear(self, model: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        loss = output.get("loss") if isinstance(output, dict) else None
+        if not model.training or not isinstance(loss, Tensor):
+            return
+        self._normalized = kwargs.get("num_items_in_batch") is not None
+        self._parts.append(loss.detach())
+        labels = kwargs.get("labels")
+        if self._first and isinstance(labels, Tensor) and labels.dim():
+            self._first = False
+            _check_terms(model, labels, self._sampler, self._loader)
+
+    def take(self) -> Tensor | None:
+        """Return the loss of the step that has ended, None if the model returned none."""
+        if not self._parts:
+            return None
+        parts, self._parts = torch.stack(self._parts), []
+        return parts.sum() if self._normalized else parts.mean()
+
+
+# ---- settings of the Trainer
+
+
+def _checkpoint_folder(args: Any, state: Any) -> Path:
+    return Path(args.output_dir) / f"checkpoint-{state.global_step}"
+
+
+def _is_scaled(args: Any) -> bool:
+    return bool(args.fp16)
+
+
+def _check_arguments(args: Any, sampler: Stepper, model: nn.Module, allow_clipping: bool) -> None:
+    """Raise ValueError for training arguments that would make it another posterior; warn of doubtful ones."""
+    trainer_checks.check_processes(int(args.world_size), int(args.n_gpu), model)
+    if args.deepspeed or args.fsdp:
+        raise ValueError("DeepSpeed and FSDP by the Trainer shard what a sampler steps as a whole: leave deepspeed= and fsdp= out")
+    trainer_checks.check_clipping(args.max_grad_norm, sampler, "max_grad_norm=0 of TrainingArguments", allow_clipping)
+    passes = int(args.gradient_accumulation_steps)
+    trainer_checks.check_accumulation(passes, sampler, "gradient_accumulation_steps")
+    trainer_checks.check_scaler(_is_scaled(args), sampler, "fp16=True")
+    problem = getattr(getattr(model, "config", None), "problem_type", None)
+    if passes > 1 and problem in ("regression", "multi_label_classification"):
+        raise ValueError(
+            f"with gradient_accumulation_steps={passes} the Trainer adds up the losses of {problem} models instead of averaging "
+            "them, so that the gradient would be that many times too large: use larger batches instead"
+        )
+    if args.weight_decay:
+        warn(
+            f"weight_decay={args.weight_decay:g} of TrainingArguments has no effect on a sampler that is passed to the Trainer: "
+            "the prior is SGLD(weight_decay=...)",
+            stacklevel=5,
+        )
+    if args.label_smoothing_factor:
+        warn(
+            f"label_smoothing_factor={args.label_smoothing_factor:g}: the loss is no log-likelihood of the labels, so the "
+            "posterior is that of smoothed ones, and the Trainer tells the callback no loss",
+            stacklevel=5,
+        )
+    if args.neftune_noise_alpha:
+        warn(f"neftune_noise_alpha={args.neftune_noise_alpha:g} adds noise that the posterior knows nothing of", stacklevel=5)
+
+
+def _check_schedule(args: Any, schedule: Any) -> None:
+    """Warn of the learning rate that the Trainer lets fall if it was given no schedule."""
+    made = [getattr(each, "func", each) for each in getattr(schedule, "lr_lambdas", [])]
+    own = any(getattr(each, "__module__", "").startswith("transformers.") for each in made)
+    name = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type))
+    if own and not name.startswith("constant"):
+        warn(
+            f"the Trainer's own schedule ({name}) takes the learning rate to zero, and the chain with it to a stop: pass "
+            "optimizers=(sampler, qlangevin.ConstantLR(...)), or lr_scheduler_type='constant'",
+            stacklevel=5,
+        )
+
+
+def _check_terms(model: nn.Module, labels: Tensor, sampler: Stepper, loader: Any) -> None:
+    """Compare N with the number of labels that the loss is a mean over, judged by the first batch."""
+    try:
+        examples = len(loader.dataset)
+    except (AttributeError, TypeError):
+        return  # a stream of data
+    shifted = labels[:, 1:] if labels.dim() > 1 and _predicts_next(model) else labels
+    valid = int((shifted != -100).sum()) if not labels.is_floating_point() else len(labels)
+    num_data = [float(group["num_data"]) for group in sampler.param_groups]
+    trainer_checks.check_num_data(num_data, examples, valid / len(labels))
+
+
+def _predicts_next(model: nn.Module) -> bool:
+    """Return True if the labels of a model are shifted by one, as those of a causal language model are."""
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return type(inner).__name__.endswith("ForCausalLM") or type(inner).__name__.endswith("LMHeadModel")
