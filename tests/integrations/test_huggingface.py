@@ -37,6 +37,7 @@ def run(folder: Path, steps: int = 12, resume: bool = False, prepare: Any = None
 
 
 def eight_bits(model: Any) -> Any:
+    model.accepts_loss_kwargs = False
     return ql.pack(ql.lower(model, activations="bfp8", errors="bfp8"), weights="bfp8")
 
 
@@ -101,9 +102,10 @@ def test_the_report_has_r_hat_and_the_log_too(tmp_path: Path) -> None:
 
 
 def test_a_chain_that_is_on_its_way_is_warned_of(tmp_path: Path) -> None:
-    model = bert()
+    model = gpt2()
     args = arguments(tmp_path / "out", 60, lr_scheduler_type="constant")
-    made = trainer(model, args, text(), (sampler_of(model, lr=0.1), None), SampleCallback(tmp_path / "run", every=4))
+    sampler = sampler_of(model, terms=models.EXAMPLES * 11, lr=0.1)
+    made = trainer(model, args, sentences(), (sampler, None), SampleCallback(tmp_path / "run", every=4))
     with pytest.warns(ql.QLangevinWarning, match="R-hat of the training loss"):
         made.train()
 
@@ -111,9 +113,11 @@ def test_a_chain_that_is_on_its_way_is_warned_of(tmp_path: Path) -> None:
 # ---- gradient accumulation
 
 
-def gradient(passes: int, folder: Path, make: Any = bert, data: Any = text, **config: Any) -> tuple[Tensor, Tensor]:
+def gradient(passes: int, folder: Path, make: Any = bert, data: Any = text, averages: bool = False, **config: Any) -> tuple[Tensor, Tensor]:
     """Return the weights after one step without noise on all the data, and the loss that the callback was told."""
     model = make(**config)
+    if make is bert:
+        model.accepts_loss_kwargs = averages
     sampler = sampler_of(model, temperature=0.0, gradients=None, lr=0.1, terms=models.EXAMPLES * (11 if data is sentences else 1))
     callback = SampleCallback(folder / f"run-{passes}", every=1)
     args = arguments(
@@ -131,16 +135,16 @@ def test_an_accumulated_gradient_is_the_mean(tmp_path: Path, make: Any, data: An
     assert torch.allclose(loss, same_loss, atol=1e-5)
 
 
-def test_losses_that_the_trainer_adds_up_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="adds up the losses of regression models instead of averaging"):
-        gradient(4, tmp_path, num_labels=1, problem_type="regression")
+def test_a_model_that_does_not_average_over_micro_batches_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"4 times too large. Set model.accepts_loss_kwargs = False"):
+        gradient(4, tmp_path, averages=True)
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_steps_in_backward_accumulate_as_the_trainer_does(tmp_path: Path, accumulate: int) -> None:
     settings = {"step_in_backward": True, "accumulate": accumulate}
-    whole = run(tmp_path / "in", prepare=eight_bits, settings=settings, gradient_accumulation_steps=accumulate, save_strategy="no")
-    plain = run(tmp_path / "after", prepare=eight_bits, gradient_accumulation_steps=accumulate, save_strategy="no")
+    same: dict[str, Any] = {"prepare": eight_bits, "gradient_accumulation_steps": accumulate, "save_strategy": "no"}
+    whole, plain = run(tmp_path / "in", settings=settings, **same), run(tmp_path / "after", **same)
     assert torch.equal(whole.losses, plain.losses)
 
 

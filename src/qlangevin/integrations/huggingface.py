@@ -94,7 +94,7 @@ class SampleCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
         self._collector.begin(model, sampler, given["lr_scheduler"], resumed, **self._options)
         if resumed:
             self._collector.load(file)
-        self._losses.attach(model, sampler, given.get("train_dataloader"))
+        self._losses.attach(model, sampler, given.get("train_dataloader"), int(args.gradient_accumulation_steps))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """Collect a sample if it is time for one."""
@@ -129,9 +129,9 @@ class _StepLoss:
         self._hook: Any = None
         self._normalized = False  # whether the model divides by the items of all micro-batches
 
-    def attach(self, model: nn.Module, sampler: Stepper, loader: Any) -> None:
+    def attach(self, model: nn.Module, sampler: Stepper, loader: Any, passes: int) -> None:
         self.detach()
-        self._sampler, self._loader, self._first = sampler, loader, True
+        self._sampler, self._loader, self._passes, self._first = sampler, loader, passes, True
         self._hook = model.register_forward_hook(self._hear, with_kwargs=True)
 
     def detach(self) -> None:
@@ -146,10 +146,11 @@ class _StepLoss:
             return
         self._normalized = kwargs.get("num_items_in_batch") is not None
         self._parts.append(loss.detach())
-        labels = kwargs.get("labels")
-        if self._first and isinstance(labels, Tensor) and labels.dim():
+        if self._first:
             self._first = False
-            _check_terms(model, labels, self._sampler, self._loader)
+            _check_terms(model, kwargs.get("labels"), self._sampler, self._loader)
+            if self._passes > 1 and self._normalized:
+                _check_normalization(model, args, kwargs, self._passes)
 
     def take(self) -> Tensor | None:
         """Return the loss of the step that has ended, None if the model returned none."""
@@ -179,12 +180,6 @@ def _check_arguments(args: Any, sampler: Stepper, model: nn.Module, allow_clippi
     passes = int(args.gradient_accumulation_steps)
     trainer_checks.check_accumulation(passes, sampler, "gradient_accumulation_steps")
     trainer_checks.check_scaler(_is_scaled(args), sampler, "fp16=True")
-    problem = getattr(getattr(model, "config", None), "problem_type", None)
-    if passes > 1 and problem in ("regression", "multi_label_classification"):
-        raise ValueError(
-            f"with gradient_accumulation_steps={passes} the Trainer adds up the losses of {problem} models instead of averaging "
-            "them, so that the gradient would be that many times too large: use larger batches instead"
-        )
     if args.weight_decay:
         warn(
             f"weight_decay={args.weight_decay:g} of TrainingArguments has no effect on a sampler that is passed to the Trainer: "
@@ -214,8 +209,32 @@ def _check_schedule(args: Any, schedule: Any) -> None:
         )
 
 
-def _check_terms(model: nn.Module, labels: Tensor, sampler: Stepper, loader: Any) -> None:
+def _check_normalization(model: nn.Module, args: Any, kwargs: dict[str, Any], passes: int) -> None:
+    """Raise ValueError if a model takes the number of items that the Trainer hands it, and does not divide its loss by it.
+
+    The Trainer relies on that to average over micro-batches, by the model's signature. Some models take any argument.
+    """
+    training = [module for module in model.modules() if module.training]
+    items = kwargs["num_items_in_batch"]
+    model.eval()  # draws no random bits
+    try:
+        with torch.no_grad():
+            once, half = (float(model(*args, **kwargs | {"num_items_in_batch": n})["loss"]) for n in (items, 2 * items))
+    finally:
+        for module in training:
+            module.training = True
+    if abs(half - once / 2) > 0.1 * abs(once):
+        raise ValueError(
+            f"with gradient_accumulation_steps={passes} the Trainer leaves it to the model to average over micro-batches, and "
+            f"{type(model).__name__} does not: gradients would be {passes} times too large. Set model.accepts_loss_kwargs = False before "
+            "the Trainer is made, and it averages by itself"
+        )
+
+
+def _check_terms(model: nn.Module, labels: Any, sampler: Stepper, loader: Any) -> None:
     """Compare N with the number of labels that the loss is a mean over, judged by the first batch."""
+    if not isinstance(labels, Tensor) or not labels.dim():
+        return
     try:
         examples = len(loader.dataset)
     except (AttributeError, TypeError):
