@@ -17,8 +17,10 @@ pytest.importorskip("lightning", reason="Lightning is not installed")
 
 from qlangevin.integrations.lightning import SampleCallback
 
-# Lightning itself: remarks on the machine, and on a loader that it takes for slow.
+# Lightning 2.6 with torch 2.13, and its remark on loaders without workers.
 pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec"),
+    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
 ]
 PACKAGES = ["lightning.pytorch", "pytorch_lightning"]
 N, BATCH, STEPS = 96, 16, 12
