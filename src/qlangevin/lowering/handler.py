@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 from ..quantization import operators
 from ..quantization.backend import Kernels
 from ..quantization.random import Key
-from . import graph_count, plain_tensors
+from . import graph_count, plain_tensors, replay
 from .operator import lower_op
 from .patches import Patch
 from .plain_tensors import QuantizationSpec
@@ -121,33 +121,47 @@ class Handler:
         return cast(Tensor, lower_op(x, self.activations, self.errors, rounding, seed, stream, count))
 
     def next_spec(self, module: nn.Module, x: Tensor, kernels: Kernels) -> QuantizationSpec:
-        """Count one more run if the module is in training; return the settings of that run, which rounds x."""
-        number, step = 0, None
-        if module.training and kernels.deferred and (self.graph_count.is_used or graph_count.is_capturing(x)):
-            step = self.graph_count.next_number(self.count)
-        elif module.training:
-            number = int(self.count.add_(1))
-            if kernels.deferred:
-                self.graph_count.prepare(x.device)
-        key = Key(self.seed, self.stream, number)
-        return QuantizationSpec(self.activations, self.errors, self._rounding_of(module), key, step)
+        """Count one more run if the module is in training; return the settings of that run, which rounds x.
+
+        A run that a checkpointed region repeats is not counted, and has the settings of the first one.
+        """
+        number: int | Tensor = 0
+        regions = replay.enclosing_regions()
+        if module.training:
+            number = replay.number_of_run(regions, self, lambda: self._count_run(x, kernels.deferred))
+        step = number if isinstance(number, Tensor) else None
+        key = Key(self.seed, self.stream, 0 if isinstance(number, Tensor) else number)
+        region = replay.innermost(regions)
+        return QuantizationSpec(self.activations, self.errors, self._rounding_of(module), key, step, region)
+
+    def _count_run(self, x: Tensor, deferred: bool) -> int | Tensor:
+        """Count one more run; return its number, a tensor if graphs count on the device."""
+        if deferred and (self.graph_count.is_used or graph_count.is_capturing(x)):
+            return self.graph_count.next_number(self.count)
+        if deferred:
+            self.graph_count.prepare(x.device)
+        return int(self.count.add_(1))
 
     def _next_count(self, module: nn.Module, x: Tensor) -> Tensor:
         """Count as `next_spec` does; return the count as a tensor, which later runs leave as it is."""
-        if not torch.compiler.is_compiling():
-            if isinstance(x, FakeTensor) and not isinstance(self.count, FakeTensor):
-                return x.new_zeros((), dtype=torch.int64, device="cpu")  # a run without numbers is none
-            if module.training and graph_count.is_capturing(x):
-                raise RuntimeError(
-                    f"a lowered layer cannot be captured in a CUDA graph without kernels for its output, a {type(x).__name__} of "
-                    f"{x.dtype}: use plain tensors of torch.float32, torch.bfloat16 or torch.float16, and install triton"
-                )
-            if module.training and self.graph_count.is_used:
-                return self.graph_count.next_number(self.count)
+        if torch.compiler.is_compiling():
+            return self.count.add_(1).clone() if module.training else torch.zeros_like(self.count)
+        if isinstance(x, FakeTensor) and not isinstance(self.count, FakeTensor):
+            return x.new_zeros((), dtype=torch.int64, device="cpu")  # a run without numbers is none
         if not module.training:
             return torch.zeros_like(self.count)
-        self.count.add_(1)
-        return self.count.clone()
+        if graph_count.is_capturing(x):
+            raise RuntimeError(
+                f"a lowered layer cannot be captured in a CUDA graph without kernels for its output, a {type(x).__name__} of "
+                f"{x.dtype}: use plain tensors of torch.float32, torch.bfloat16 or torch.float16, and install triton"
+            )
+        number = replay.number_of_run(replay.enclosing_regions(), self, self._count_without_kernels)
+        return number if isinstance(number, Tensor) else torch.full_like(self.count, number)
+
+    def _count_without_kernels(self) -> Tensor:
+        if self.graph_count.is_used:
+            return self.graph_count.next_number(self.count)
+        return self.count.add_(1).clone()
 
     def _rounding_of(self, module: nn.Module) -> str:
         return self.rounding if module.training else "nearest"

@@ -21,6 +21,7 @@ from ..quantization.backend import Kernels, kernels_for
 from ..quantization.formats import parse
 from ..quantization.random import Key
 from .memory_order import block_order, quantize_in_memory_order, reorder_dims
+from .replay import enclosing_regions, innermost
 from .saved_tensors import SavedAsCodes, SavedCodes
 from .tensor_owners import only_autograd_holds
 
@@ -37,7 +38,8 @@ __all__ = [
 class QuantizationSpec(NamedTuple):
     """Settings for one output of a layer: the formats of Q_A and Q_E (None for full precision) and the random bits.
 
-    ``step``, a number on the device, takes the place of that of the key in CUDA graphs (see `graph_count`).
+    ``step``, a number on the device, takes the place of that of the key in CUDA graphs (see `graph_count`). ``region`` is the
+    number of the checkpointed region that the layer runs in, 0 for none (see `replay`).
     """
 
     activations: str | None
@@ -45,6 +47,7 @@ class QuantizationSpec(NamedTuple):
     rounding: str
     key: Key
     step: Tensor | None = None
+    region: int = 0
 
 
 def is_plain_cpu_tensor(x: Tensor) -> bool:
@@ -67,16 +70,27 @@ def kernels_to_write(x: Tensor) -> Kernels | None:
     return kernels if kernels is not None and x.dtype in kernels.floats else None
 
 
-def mark_on_grid(x: Tensor, format: str | None) -> None:
-    """Note on x that it is on the grid of a format, until it is written to."""
+def mark_on_grid(x: Tensor, format: str | None, region: int = 0) -> None:
+    """Note on x that it is on the grid of a format, until it is written to; ``region`` as in `QuantizationSpec`."""
     if format is not None and not x.is_inference():
-        x._qlangevin_grid = (format, x._version)  # type: ignore[attr-defined]
+        x._qlangevin_grid = (format, x._version, region)  # type: ignore[attr-defined]
 
 
 def is_on_grid(x: Tensor, format: str | None) -> bool:
-    """Return True if x is marked as on the grid of a format and has not been written to since."""
+    """Return True if x is marked as on the grid of a format and has not been written to since.
+
+    In a checkpointed region marks from outside do not count: its inputs have lost them when it is recomputed.
+    """
     mark = getattr(x, "_qlangevin_grid", None)
-    return mark is not None and mark == (format, x._version)
+    if mark is None or mark[:2] != (format, x._version):
+        return False
+    return (region := innermost(enclosing_regions())) == 0 or region == mark[2]
+
+
+def _is_error_on_grid(e: Tensor, format: str) -> bool:
+    """Return True if an error is marked as on the grid of a format; backward has no regions."""
+    mark = getattr(e, "_qlangevin_grid", None)
+    return mark is not None and mark[:2] == (format, e._version)
 
 
 # ---- any layer
@@ -103,7 +117,7 @@ def quantize_activation(
             _overwrite(y.detach(), spec, kernels, saving, producer)
         else:
             y = _apply(QuantizeFunction, x, spec.activations, spec, random.ACTIVATION)
-    mark_on_grid(y, spec.activations)
+    mark_on_grid(y, spec.activations, spec.region)
     if saving is not None and kernels.deferred:
         saving.note_output(y, producer)
     if spec.errors is not None and y.requires_grad:
@@ -172,7 +186,7 @@ class ErrorHook:
     def __call__(self, e: Tensor) -> Tensor:
         format, spec = self.spec.errors, self.spec
         assert format is not None
-        if is_on_grid(e, format):
+        if _is_error_on_grid(e, format):
             return e
         if e.requires_grad:  # autograd builds the graph of a second derivative
             return _apply(QuantizeFunction, e, format, spec, random.ERROR)
@@ -200,7 +214,7 @@ def relu_on_grid(x: Tensor, spec: QuantizationSpec, kernels: Kernels, inplace: b
     y = _apply(ReLUFunction, x, spec, kernels, inplace, saving, made)
     if saving is not None and made:  # only now: after a change in place autograd has just counted up the version of y
         saving.set_codes(y, made[0])
-    mark_on_grid(y, spec.activations)
+    mark_on_grid(y, spec.activations, spec.region)
     if saving is not None and kernels.deferred:
         saving.note_output(y, producer)
     return y

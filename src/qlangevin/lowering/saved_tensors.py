@@ -31,6 +31,7 @@ from ..quantization.codes import decode_values, empty_codes, encode_exactly
 from ..quantization.formats import Format
 from .memory_order import block_order, memory_order, reorder_dims, restore_dims
 from .patches import Patch
+from .replay import enclosing_regions, top_pack_hook
 from .rounded_outputs import Flags, RoundedOutput
 
 __all__ = ["SavedAsCodes", "SavedCodes", "SavedUnchanged", "SavingForward"]
@@ -76,6 +77,8 @@ class SavedAsCodes(torch.autograd.graph.saved_tensors_hooks):
     ``saved_producers`` are the layers whose outputs were saved before; those found in this forward are added.
     """
 
+    is_outside_of_regions = True  # see `SavingForward`
+
     def __init__(self, format: Format, saved_producers: set[Hashable]) -> None:
         self.format, self._saved_producers = format, saved_producers
         self._codes: dict[tuple[Any, ...], SavedCodes] = {}
@@ -86,9 +89,9 @@ class SavedAsCodes(torch.autograd.graph.saved_tensors_hooks):
 
     @staticmethod
     def innermost() -> SavedAsCodes | None:
-        """Return the context that this thread entered last."""
+        """Return the context that this thread entered last; None if other hooks now get what is saved."""
         entered = _thread.entered
-        return entered[-1] if entered else None
+        return entered[-1] if entered and getattr(top_pack_hook(), "__self__", None) is entered[-1] else None
 
     def __enter__(self) -> None:
         super().__enter__()
@@ -216,8 +219,10 @@ def _identify(t: Tensor) -> tuple[Any, ...]:
 
 
 class SavingForward(Patch):
-    """The forward of a lowered model: runs the replaced one within `SavedAsCodes`. Compilers decide for themselves what is
-    saved."""
+    """The forward of a lowered model: runs the replaced one within `SavedAsCodes`.
+
+    Compilers decide for themselves what is saved. So do checkpointed regions that have hooks: they save nothing.
+    """
 
     method = "forward"
 
@@ -228,6 +233,8 @@ class SavingForward(Patch):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
+            return self.call_replaced(*args, **kwargs)
+        if top_pack_hook() is not None and any(region.has_hooks for region in enclosing_regions()):
             return self.call_replaced(*args, **kwargs)
         with SavedAsCodes(self.format, self.saved_producers):
             return self.call_replaced(*args, **kwargs)

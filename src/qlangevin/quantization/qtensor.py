@@ -38,6 +38,7 @@ class QTensor(torch.Tensor):
     base_shape: torch.Size  # the shape of the tensor that the codes stand for; a view may have another one
     is_view: bool
     _layout: CodeLayout | None  # None for codes that have no memory
+    _memory: Tensor  # of the decoded numbers, if it was asked for; see `qtensor_memory`
 
     dispatch: ClassVar[Callable[[Any, Any, Any], Any]]  # set by `qtensor_dispatch`
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]

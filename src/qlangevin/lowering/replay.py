@@ -1,0 +1,205 @@
+"""Runs that activation checkpointing repeats: a recomputation draws the random bits of the forward that it stands for.
+
+`torch.utils.checkpoint.checkpoint` drops the activations of a region, and runs it once more when backward needs them. The layers
+in it must get the numbers of their first runs, not new ones:
+
+    first forward    n = count of the layer + 1, recorded by each region that encloses the run
+    recomputation    n = the next one that its region has recorded for the layer; nothing is counted
+
+A region is known by the object that PyTorch keeps for it from forward to backward: the context of the autograd function
+(``use_reentrant=True``) or the frame of the saved-tensor hooks (``False``). PyTorch has no question for it, so it is read from the
+local variables of `checkpoint`, which runs further up the stack. The stack is walked only where a region is possible: without
+gradients, within backward, or within hooks for saved tensors that are not ours.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import sys
+import weakref
+from collections.abc import Callable, Hashable
+from types import FrameType
+from typing import Any, NamedTuple, NoReturn, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.autograd import graph
+from torch.utils import checkpoint
+
+__all__ = ["Regions", "enclosing_regions", "innermost", "is_of_checkpoint", "number_of_run", "top_pack_hook"]
+
+Number: TypeAlias = "int | Tensor"  # of a run; a tensor if a device counts
+
+_serials = itertools.count(1)
+
+
+class Record:
+    """The numbers of the runs in a region's first forward; how many of them the recomputation of one backward has taken."""
+
+    def __init__(self) -> None:
+        self.serial = next(_serials)
+        self._numbers: dict[Hashable, list[Number]] = {}
+        self._taken: dict[Hashable, int] = {}
+        self._backward: object = None
+
+    def add(self, layer: Hashable, number: Number) -> None:
+        """Record one more run of a layer."""
+        self._numbers.setdefault(layer, []).append(number)
+
+    def take(self, layer: Hashable, backward: object) -> Number | None:
+        """Return the number of the next run of a layer, beginning anew in each backward pass; None if there was none."""
+        if self._backward != backward:
+            self._backward, self._taken = backward, {}
+        numbers, i = self._numbers.get(layer, []), self._taken.get(layer, 0)
+        self._taken[layer] = i + 1
+        return numbers[i] if i < len(numbers) else None
+
+
+class Region(NamedTuple):
+    """A checkpointed region in its first forward, or in the recomputation of one backward pass."""
+
+    record: Record
+    backward: object = None  # None in the first forward
+    has_hooks: bool = False  # for saved tensors: the region drops or takes up all of them
+    is_complete: bool = True  # the first forward has ended
+
+    @property
+    def serial(self) -> int:
+        """The number of the region: the same in forward and recomputation."""
+        return self.record.serial
+
+
+Regions: TypeAlias = tuple[Region, ...]  # innermost first; a recomputation is the last
+
+_records: weakref.WeakKeyDictionary[Any, Record] = weakref.WeakKeyDictionary()  # by the object that PyTorch keeps
+
+
+def number_of_run(regions: Regions, layer: Any, count: Callable[[], Number]) -> Number:
+    """Return the number of one run of a layer within regions, counted by ``count`` unless the run is a repetition."""
+    number = None
+    if regions and (last := regions[-1]).backward is not None:
+        regions, number = regions[:-1], last.record.take(layer, last.backward)
+        if number is None and last.is_complete:
+            raise RuntimeError(
+                f"the lowered layer {layer.name!r} runs more often in the recomputation of a checkpointed region than in its forward, "
+                "so that the random bits of that run are not known: the function given to checkpoint must do the same both times"
+            )
+        number = 0 if number is None else number  # asked for from within the first forward, and not needed
+    number = count() if number is None else number
+    for region in regions:
+        region.record.add(layer, number)
+    return number
+
+
+def innermost(regions: Regions) -> int:
+    """Return the number of the innermost region; 0 if there is none."""
+    return regions[0].serial if regions else 0
+
+
+def enclosing_regions() -> Regions:
+    """Return the checkpointed regions that the caller runs in."""
+    if torch._C._current_graph_task_id() == -1 and torch.is_grad_enabled():
+        hook = top_pack_hook()
+        if hook is None or getattr(getattr(hook, "__self__", None), "is_outside_of_regions", False):
+            return ()
+    return _walk(sys._getframe(1))
+
+
+def top_pack_hook() -> Any:
+    """Return the hook that packs tensors saved by autograd now; None if there is none."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)  # type: ignore[attr-defined]
+    return None if hooks is None else hooks[0]
+
+
+def is_of_checkpoint(hook: Any) -> bool:
+    """Return True for the hooks with which a region drops tensors, and takes them up again."""
+    return getattr(hook, "__module__", None) == checkpoint.__name__
+
+
+# ---- regions on the stack
+
+
+_CHECKPOINT, _GRAPH = (inspect.getfile(module) for module in (checkpoint, graph))
+
+
+def _walk(frame: FrameType | None) -> Regions:
+    """Return the regions that enclose a Python frame, up to a recomputation or to a backward pass."""
+    found, is_known = list[Region](), True
+    while frame is not None:
+        code = frame.f_code
+        if code.co_filename == _CHECKPOINT:
+            region = _read(code.co_qualname, frame.f_locals) if code.co_qualname in _READERS else None
+            is_known = bool(found) or region is not None
+            if region is not None:
+                found.append(region)
+                if region.backward is not None:
+                    break
+        elif code.co_filename == _GRAPH and code.co_name == "_engine_run_backward":
+            break
+        frame = frame.f_back
+    if not is_known:
+        _refuse()
+    return tuple(found) or _region_of_hook()
+
+
+def _region_of_hook() -> Regions:
+    """Return the region of the hooks for saved tensors that are in place; `checkpoint` itself need not be on the stack."""
+    hook = top_pack_hook()
+    if hook is None or not is_of_checkpoint(hook):
+        return ()
+    hook = inspect.unwrap(hook)
+    cells = dict(zip(hook.__code__.co_freevars, hook.__closure__ or (), strict=True))
+    if "frame" not in cells:
+        _refuse()
+    return (Region(_record_of(cells["frame"].cell_contents), has_hooks=True),)
+
+
+def _refuse() -> NoReturn:
+    raise RuntimeError(
+        f"lowered models do not know the activation checkpointing of PyTorch {torch.__version__}, and could not repeat the random "
+        "bits of a forward; use a version that they are tested with, or do without checkpointing"
+    )
+
+
+def _read(function: str, variables: dict[str, Any]) -> Region | None:
+    try:
+        return _READERS[function](variables)
+    except KeyError:
+        _refuse()
+
+
+def _record_of(key: Any) -> Record:
+    return _records.setdefault(key, Record())
+
+
+def _read_forward(variables: dict[str, Any]) -> Region | None:
+    """Read `CheckpointFunction.forward`, the first run with ``use_reentrant=True``."""
+    return Region(_record_of(variables["ctx"]))
+
+
+def _read_backward(variables: dict[str, Any]) -> Region | None:
+    """Read `CheckpointFunction.backward`, which recomputes once in a backward pass."""
+    return Region(_record_of(variables["ctx"]), torch._C._current_graph_task_id())
+
+
+def _read_checkpoint(variables: dict[str, Any]) -> Region | None:
+    """Read `checkpoint`, which holds the frame of the first run with ``use_reentrant=False`` in a generator."""
+    generator = variables.get("gen")
+    if generator is None or generator.gi_frame is None:
+        return None
+    return Region(_record_of(generator.gi_frame.f_locals["new_frame"]), has_hooks=True)
+
+
+def _read_unpack(variables: dict[str, Any]) -> Region | None:
+    """Read the hook that unpacks a saved tensor, and recomputes all of a region for the first of them."""
+    frame = variables["frame"]
+    return Region(_record_of(frame), variables["gid"], True, getattr(frame, "forward_completed", True))
+
+
+_READERS: dict[str, Callable[[dict[str, Any]], Region | None]] = {
+    "CheckpointFunction.forward": _read_forward,
+    "CheckpointFunction.backward": _read_backward,
+    "checkpoint": _read_checkpoint,
+    "_checkpoint_hook.__init__.<locals>.unpack_hook": _read_unpack,
+}
