@@ -7,13 +7,14 @@ PIP = $(VENV)/bin/python -m pip --disable-pip-version-check install --quiet --co
 INSTALLED = pyproject.toml CMakeLists.txt src/qlangevin/_version.py \
     $(wildcard src/qlangevin/native/*.cpp src/qlangevin/native/*.h)
 
-.PHONY: help demo check lint test matrix bench reproduce clean
+.PHONY: help demo check lint test test-ecosystem matrix bench reproduce clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo 'make demo       the paper in a minute: a table, and a report in results/demo/index.html'
 	@echo 'make check      lint, types and the quick tests, in two minutes'
 	@echo 'make test       lint, types and all tests'
+	@echo 'make test-ecosystem  the tests with transformers, peft, accelerate and Lightning, which it installs'
 	@echo 'make matrix     the tests as on other machines, and under checkers of memory, in two hours; logs in results/matrix'
 	@echo 'make bench      time and memory, compared with qtorch, torchao and plain PyTorch'
 	@echo 'make reproduce  every result in docs/results, in hours; data from QLANGEVIN_DATA, else downloaded'
@@ -33,7 +34,10 @@ check: lint
 test: lint
 	$(VENV)/bin/pytest
 
-matrix: $(VENV)/.ready-test
+test-ecosystem: $(VENV)/.ready-test-ecosystem
+	$(VENV)/bin/pytest tests/integrations tests/test_readme.py
+
+matrix: $(VENV)/.ready-test-ecosystem
 	$(VENV)/bin/python -m benchmarks.matrix
 
 bench: $(VENV)/.ready-bench

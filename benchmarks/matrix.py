@@ -78,6 +78,7 @@ def stages() -> list[Stage]:
         *memory_stages(),
         module_stage("kernel_fuzz", 10, "--count", "100000"),
         interpreted_stage(),
+        ecosystem_stage(),
         module_stage("gpu_code", 60, missing=needs_module("triton")),
         module_stage("arm64", 2, missing=needs("aarch64-linux-gnu-g++")),
         module_stage("kills", 4, "--runs", "24"),
@@ -90,6 +91,19 @@ def interpreted_stage() -> Stage:
     """Return the stage that runs the GPU's kernels in Triton's interpreter."""
     command, variables = (*TESTS, "tests/gpu/interpreted"), {"TRITON_INTERPRET": "1"}
     return Stage("GPU kernels", "interpreted", command, 20, variables, needs_module("triton"))
+
+
+def ecosystem_stage() -> Stage:
+    """Return the stage that runs the tests with other people's libraries."""
+    command = (*TESTS, "tests/integrations", "tests/test_readme.py")
+    return Stage("ecosystem", "transformers, peft, Lightning", command, 10, missing=missing_ecosystem)
+
+
+def missing_ecosystem() -> str:
+    """Return the libraries that are missing: without them all tests would be skipped, and the stage would pass."""
+    return ", ".join(
+        filter(None, (needs_module(name)() for name in ("transformers", "peft", "accelerate", "lightning")))
+    )
 
 
 def memory_stages() -> list[Stage]:

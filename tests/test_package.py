@@ -26,6 +26,7 @@ ORDER = [
     *["_version", "_warnings", "_validate", "_progress", "_select", "_dtensor"],
     *["quantization", "native", "gpu", "sampling", "lowering", "storage", "prediction", "theory", "distributed"],
     "",
+    "integrations",
     *["experiments", "gpu.check", "cli", "__main__"],  # gpu.check is a program, in the folder of what it checks
 ]
 
@@ -99,7 +100,8 @@ def run(*command: str | Path, **env: str) -> str:
 
 @pytest.mark.slow
 def test_import_is_light() -> None:
-    heavy = {"arviz", "matplotlib", "pandas", "rich", "scipy", "sklearn", "torchmetrics", "tyro", "xarray"}
+    heavy = {"accelerate", "lightning", "transformers"}  # other people's, if they are installed
+    heavy |= {"arviz", "matplotlib", "pandas", "rich", "scipy", "sklearn", "torchmetrics", "tyro", "xarray"}
     loaded = run(sys.executable, "-W", "ignore", "-c", "import sys, qlangevin; print(*sys.modules)").split()
     assert heavy.isdisjoint(loaded)
 

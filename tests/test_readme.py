@@ -24,6 +24,8 @@ BLOCKS = {f"{page.relative_to(ROOT)} {i}": code for page in PAGES for i, code in
 @pytest.mark.slow
 @pytest.mark.parametrize("name", BLOCKS)
 def test_the_code_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for library in re.findall(r"^(?:from|import) (accelerate|lightning|peft|transformers)\b", BLOCKS[name], re.MULTILINE):
+        pytest.importorskip(library, reason=f"{library} is not installed; make test-ecosystem does")
     monkeypatch.chdir(tmp_path)
     exec(compile(BLOCKS[name], name, "exec"), {})
 

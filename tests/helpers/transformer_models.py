@@ -22,7 +22,13 @@ def bert(seed: int = 0, **config: Any) -> Any:
     torch.manual_seed(seed)
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
     dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    settings: dict[str, Any] = {"vocab_size": VOCABULARY, "max_position_embeddings": 32, "num_labels": 2, **sizes, **dropout}
+    settings: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "max_position_embeddings": 32,
+        "num_labels": 2,
+        **sizes,
+        **dropout,
+    }
     return BertForSequenceClassification(BertConfig(**(settings | config)))
 
 
@@ -42,7 +48,9 @@ def llama(seed: int = 0) -> Any:
     torch.manual_seed(seed)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
     ids = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, num_key_value_heads=1, max_position_embeddings=32, **sizes, **ids))
+    return LlamaForCausalLM(
+        LlamaConfig(vocab_size=VOCABULARY, num_key_value_heads=1, max_position_embeddings=32, **sizes, **ids)
+    )
 
 
 def t5(seed: int = 0) -> Any:
@@ -94,7 +102,8 @@ def collate(rows: list[dict[str, Any]]) -> Batch:
 def sampler_of(model: nn.Module, terms: float = EXAMPLES, **settings: Any) -> ql.SGLD:
     """Return a sampler of all that is trained."""
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    return ql.SGLD(trained, **({"lr": 0.02, "num_data": terms, "gradients": "bfp8", "temperature": 0.01} | settings))
+    chosen: dict[str, Any] = {"lr": 0.02, "num_data": terms, "gradients": "bfp8", "temperature": 0.01} | settings
+    return ql.SGLD(trained, **chosen)
 
 
 def arguments(folder: Path, steps: int = 12, **changes: Any) -> Any:
@@ -102,7 +111,13 @@ def arguments(folder: Path, steps: int = 12, **changes: Any) -> Any:
     from transformers import TrainingArguments
 
     quiet = {"report_to": [], "disable_tqdm": True, "use_cpu": True, "dataloader_pin_memory": False}
-    run = {"max_steps": steps, "per_device_train_batch_size": 8, "save_steps": 5, "logging_steps": 5, "max_grad_norm": 0}
+    run = {
+        "max_steps": steps,
+        "per_device_train_batch_size": 8,
+        "save_steps": 5,
+        "logging_steps": 5,
+        "max_grad_norm": 0,
+    }
     with warnings.catch_warnings():
         return TrainingArguments(str(folder), **(quiet | run | changes))
 
@@ -111,6 +126,8 @@ def trainer(model: Any, args: Any, data: list[dict[str, Any]], optimizers: Any, 
     """Return a Trainer that prints nothing."""
     from transformers import PrinterCallback, Trainer
 
-    made = Trainer(model, args, train_dataset=data, optimizers=optimizers, callbacks=[*callbacks], data_collator=collate)
+    made = Trainer(
+        model, args, train_dataset=data, optimizers=optimizers, callbacks=[*callbacks], data_collator=collate
+    )
     made.remove_callback(PrinterCallback)
     return made

@@ -11,17 +11,13 @@ import torch
 from torch import Tensor
 
 import qlangevin as ql
+from tests.helpers.stores import read_files
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 
 from qlangevin.integrations.huggingface import FILE, SampleCallback
 from tests.helpers import transformer_models as models
 from tests.helpers.transformer_models import arguments, bert, gpt2, sampler_of, sentences, text, trainer
-
-
-def files(folder: Path) -> dict[str, bytes]:
-    """Return the content of a store."""
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file() and "lock" not in path.name}
 
 
 def run(folder: Path, steps: int = 12, resume: bool = False, prepare: Any = None, **changes: Any) -> SampleCallback:
@@ -63,11 +59,13 @@ def test_samples_are_collected_every_so_many_steps_after_the_burn_in(tmp_path: P
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_resumed_run_has_the_store_of_one_that_was_not_interrupted(tmp_path: Path, packed: bool) -> None:
-    settings: dict[str, Any] = {"prepare": eight_bits} if packed else {"settings": {"weights": "bfp8", "accumulator": "fp32"}}
+    settings: dict[str, Any] = (
+        {"prepare": eight_bits} if packed else {"settings": {"weights": "bfp8", "accumulator": "fp32"}}
+    )
     whole = run(tmp_path / "whole", **settings)
     run(tmp_path / "parts", steps=8, **settings)
     resumed = run(tmp_path / "parts", resume=True, **settings)
-    assert files(tmp_path / "parts" / "run") == files(tmp_path / "whole" / "run")
+    assert read_files(tmp_path / "parts" / "run") == read_files(tmp_path / "whole" / "run")
     assert torch.equal(resumed.losses, whole.losses)
 
 
@@ -91,7 +89,13 @@ def test_losses_of_samples_are_those_that_the_trainer_logs(tmp_path: Path) -> No
 def test_the_report_has_r_hat_and_the_log_too(tmp_path: Path) -> None:
     model = bert()
     callback = SampleCallback(tmp_path / "run", every=1)
-    made = trainer(model, arguments(tmp_path / "out", lr_scheduler_type="constant"), text(), (sampler_of(model, lr=1e-6), None), callback)
+    made = trainer(
+        model,
+        arguments(tmp_path / "out", lr_scheduler_type="constant"),
+        text(),
+        (sampler_of(model, lr=1e-6), None),
+        callback,
+    )
     made.train()
     report = callback.report()
     assert report.samples == 12
@@ -113,12 +117,16 @@ def test_a_chain_that_is_on_its_way_is_warned_of(tmp_path: Path) -> None:
 # ---- gradient accumulation
 
 
-def gradient(passes: int, folder: Path, make: Any = bert, data: Any = text, averages: bool = False, **config: Any) -> tuple[Tensor, Tensor]:
+def gradient(
+    passes: int, folder: Path, make: Any = bert, data: Any = text, averages: bool = False, **config: Any
+) -> tuple[Tensor, Tensor]:
     """Return the weights after one step without noise on all the data, and the loss that the callback was told."""
     model = make(**config)
     if make is bert:
         model.accepts_loss_kwargs = averages
-    sampler = sampler_of(model, temperature=0.0, gradients=None, lr=0.1, terms=models.EXAMPLES * (11 if data is sentences else 1))
+    sampler = sampler_of(
+        model, temperature=0.0, gradients=None, lr=0.1, terms=models.EXAMPLES * (11 if data is sentences else 1)
+    )
     callback = SampleCallback(folder / f"run-{passes}", every=1)
     args = arguments(
         folder / f"out-{passes}", 1, gradient_accumulation_steps=passes, lr_scheduler_type="constant",
@@ -157,7 +165,7 @@ def test_steps_in_backward_with_other_passes_than_the_trainer_are_refused(tmp_pa
 
 
 def test_clipping_is_refused_unless_allowed(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="clips gradients to the norm 1.*max_grad_norm=0"):
+    with pytest.raises(ValueError, match=r"clips gradients to the norm 1.*max_grad_norm=0"):
         run(tmp_path / "refused", max_grad_norm=1.0)
     model = bert()
     callback = SampleCallback(tmp_path / "run", every=4, allow_clipping=True)
@@ -170,7 +178,9 @@ def test_clipping_is_refused_unless_allowed(tmp_path: Path) -> None:
 
 def test_another_optimizer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="only a sampler's weights are samples, but the optimizer is AdamW"):
-        trainer(bert(), arguments(tmp_path / "out"), text(), (None, None), SampleCallback(tmp_path / "run", every=1)).train()
+        trainer(
+            bert(), arguments(tmp_path / "out"), text(), (None, None), SampleCallback(tmp_path / "run", every=1)
+        ).train()
 
 
 @pytest.mark.parametrize(
@@ -197,8 +207,10 @@ def test_several_processes_are_refused(tmp_path: Path) -> None:
     args.__class__.n_gpu, old = property(lambda self: 2), args.__class__.n_gpu
     try:
         callback = SampleCallback(tmp_path / "run", every=1)
-        with pytest.raises(ValueError, match="over 2 GPUs by nn.DataParallel"):
-            callback.on_train_begin(args, made.state, made.control, model=model, optimizer=made.optimizer, lr_scheduler=None)
+        with pytest.raises(ValueError, match=r"over 2 GPUs by nn.DataParallel"):
+            callback.on_train_begin(
+                args, made.state, made.control, model=model, optimizer=made.optimizer, lr_scheduler=None
+            )
     finally:
         args.__class__.n_gpu = old
 
@@ -214,7 +226,7 @@ def test_num_data_that_counts_sentences_instead_of_tokens_is_warned_of(tmp_path:
 def test_without_a_schedule_of_qlangevins_every_must_be_given(tmp_path: Path) -> None:
     model = bert()
     args = arguments(tmp_path / "out", lr_scheduler_type="constant")
-    with pytest.raises(ValueError, match="does not know when to collect.*every="):
+    with pytest.raises(ValueError, match=r"does not know when to collect.*every="):
         trainer(model, args, text(), (sampler_of(model), None), SampleCallback(tmp_path / "run")).train()
     with pytest.raises(ValueError, match="burn_in=3 goes with every="):
         SampleCallback(tmp_path / "run", burn_in=3)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import qlangevin as ql
+from tests.helpers.stores import read_files
 
 pytest.importorskip("lightning", reason="Lightning is not installed")
 
@@ -49,7 +50,8 @@ def module(package: str, packed: bool = True, interval: str = "step", **settings
             return nn.functional.cross_entropy(self(batch[0]), batch[1])
 
         def configure_optimizers(self) -> Any:
-            sampler = ql.SGLD(self.parameters(), **({"lr": 0.05, "num_data": N, "gradients": "bfp8"} | settings))
+            chosen: dict[str, Any] = {"lr": 0.05, "num_data": N, "gradients": "bfp8"} | settings
+            sampler = ql.SGLD(self.parameters(), **chosen)
             schedule = ql.ConstantLR(sampler, STEPS, 6)
             return {"optimizer": sampler, "lr_scheduler": {"scheduler": schedule, "interval": interval}}
 
@@ -60,21 +62,27 @@ def module(package: str, packed: bool = True, interval: str = "step", **settings
 
 
 def fit(
-    folder: Path, package: str = PACKAGES[0], model: Any = None, callback: Any = None, resume: Path | None = None, **changes: Any
+    folder: Path,
+    package: str = PACKAGES[0],
+    model: Any = None,
+    callback: Any = None,
+    resume: Path | None = None,
+    **changes: Any,
 ) -> Any:
     """Train for some steps; return the trainer, whose callback's store is ``folder / "run"``."""
     lightning: Any = importlib.import_module(package)
     callback = SampleCallback(folder / "run") if callback is None else callback
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
+    quiet = {
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "enable_checkpointing": False,
+    }
     settings = {"max_steps": STEPS, "accelerator": "cpu", "default_root_dir": folder, **quiet} | changes
     trainer = lightning.Trainer(callbacks=[callback], **settings)
     loader = ql.Loader(data(), BATCH, seed=0)
     trainer.fit(module(package) if model is None else model, loader, ckpt_path=None if resume is None else str(resume))
     return trainer
-
-
-def store_files(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file() and "lock" not in path.name}
 
 
 @pytest.mark.parametrize("package", PACKAGES)
@@ -99,7 +107,7 @@ def test_a_resumed_run_has_the_store_of_one_that_was_not_interrupted(tmp_path: P
     first = fit(tmp_path / "parts", model=model(), max_steps=after)
     first.save_checkpoint(tmp_path / "saved.ckpt")
     fit(tmp_path / "parts", model=model(), callback=resumed, resume=tmp_path / "saved.ckpt")
-    assert store_files(tmp_path / "parts" / "run") == store_files(tmp_path / "whole" / "run")
+    assert read_files(tmp_path / "parts" / "run") == read_files(tmp_path / "whole" / "run")
     assert torch.equal(resumed.losses, whole.losses)
 
 
@@ -163,7 +171,9 @@ def test_settings_that_bias_the_chain_are_refused(
 
 
 def test_a_last_step_of_fewer_batches_is_warned_of(tmp_path: Path) -> None:
-    with pytest.warns(ql.QLangevinWarning, match="6 batches, of which the last step accumulates 2.*limit_train_batches=4"):
+    with pytest.warns(
+        ql.QLangevinWarning, match="6 batches, of which the last step accumulates 2.*limit_train_batches=4"
+    ):
         fit(tmp_path, accumulate_grad_batches=4, callback=SampleCallback(tmp_path / "run", every=1), max_steps=2)
 
 

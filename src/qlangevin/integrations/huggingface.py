@@ -29,7 +29,9 @@ from .collecting import Collector, Report, find_sampler
 try:
     from transformers import TrainerCallback
 except ImportError as error:
-    raise ImportError("qlangevin.integrations.huggingface needs transformers: pip install 'qlangevin[huggingface]'") from error
+    raise ImportError(
+        "qlangevin.integrations.huggingface needs transformers: pip install 'qlangevin[huggingface]'"
+    ) from error
 
 __all__ = ["SampleCallback"]
 
@@ -175,7 +177,7 @@ def _check_arguments(args: Any, sampler: Stepper, model: nn.Module, allow_clippi
     """Raise ValueError for training arguments that would make it another posterior; warn of doubtful ones."""
     trainer_checks.check_processes(int(args.world_size), int(args.n_gpu), model)
     if args.deepspeed or args.fsdp:
-        raise ValueError("DeepSpeed and FSDP by the Trainer shard what a sampler steps as a whole: leave deepspeed= and fsdp= out")
+        raise ValueError("DeepSpeed and FSDP shard what a sampler steps as a whole: leave deepspeed= and fsdp= out")
     trainer_checks.check_clipping(args.max_grad_norm, sampler, "max_grad_norm=0 of TrainingArguments", allow_clipping)
     passes = int(args.gradient_accumulation_steps)
     trainer_checks.check_accumulation(passes, sampler, "gradient_accumulation_steps")
@@ -193,7 +195,10 @@ def _check_arguments(args: Any, sampler: Stepper, model: nn.Module, allow_clippi
             stacklevel=5,
         )
     if args.neftune_noise_alpha:
-        warn(f"neftune_noise_alpha={args.neftune_noise_alpha:g} adds noise that the posterior knows nothing of", stacklevel=5)
+        warn(
+            f"neftune_noise_alpha={args.neftune_noise_alpha:g} adds noise that the posterior knows nothing of",
+            stacklevel=5,
+        )
 
 
 def _check_schedule(args: Any, schedule: Any) -> None:
@@ -226,8 +231,8 @@ def _check_normalization(model: nn.Module, args: Any, kwargs: dict[str, Any], pa
     if abs(half - once / 2) > 0.1 * abs(once):
         raise ValueError(
             f"with gradient_accumulation_steps={passes} the Trainer leaves it to the model to average over micro-batches, and "
-            f"{type(model).__name__} does not: gradients would be {passes} times too large. Set model.accepts_loss_kwargs = False before "
-            "the Trainer is made, and it averages by itself"
+            f"{type(model).__name__} does not: gradients would be {passes} times too large. Set "
+            "model.accepts_loss_kwargs = False before the Trainer is made, and it averages by itself"
         )
 
 
@@ -247,5 +252,6 @@ def _check_terms(model: nn.Module, labels: Any, sampler: Stepper, loader: Any) -
 
 def _predicts_next(model: nn.Module) -> bool:
     """Return True if the labels of a model are shifted by one, as those of a causal language model are."""
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base: Any = getattr(model, "get_base_model", None)  # of a PeftModel
+    inner = model if base is None else base()
     return type(inner).__name__.endswith("ForCausalLM") or type(inner).__name__.endswith("LMHeadModel")

@@ -10,8 +10,8 @@
     posterior = ql.Posterior.open("run", model)
 
 It goes with ``lightning`` and with ``pytorch_lightning``. ``Trainer.fit(..., ckpt_path=...)`` goes on with the same bits: the
-callback's state in Lightning's checkpoint is a checkpoint of qlangevin's, as bytes; packed weights in its ``state_dict`` are decoded, so
-that anybody can load them.
+callback's state in Lightning's checkpoint is a checkpoint of qlangevin's, as bytes; packed weights in its ``state_dict`` are
+decoded, so that anybody can load them.
 """
 
 from __future__ import annotations
@@ -91,7 +91,9 @@ class _Hooks:
         """Check the settings, open the store, and resume if the Trainer does."""
         samplers = [each for each in trainer.optimizers if isinstance(each, Stepper)]
         if len(trainer.optimizers) > 1 and len(samplers) != 1:
-            raise ValueError(f"the callback collects the samples of one sampler, got {len(samplers)} among the optimizers")
+            raise ValueError(
+                f"the callback collects the samples of one sampler, got {len(samplers)} among the optimizers"
+            )
         sampler = find_sampler(samplers[0] if samplers else next(iter(trainer.optimizers), None))
         _check_trainer(trainer, sampler, pl_module, self._allow_clipping)
         resumed = self._saved is not None
@@ -186,9 +188,9 @@ def _check_trainer(trainer: Any, sampler: Stepper, module: Any, allow_clipping: 
     batches = trainer.num_training_batches
     if batches != float("inf") and batches % passes:
         warn(
-            f"an epoch has {batches} batches, of which the last step accumulates {batches % passes}: Lightning divides their loss by "
-            f"{passes} all the same, so that its gradient is too small; drop {batches % passes} batches (limit_train_batches="
-            f"{batches - batches % passes})",
+            f"an epoch has {batches} batches, of which the last step accumulates {batches % passes}: Lightning divides their "
+            f"loss by {passes} all the same, so that its gradient is too small; "
+            f"limit_train_batches={batches - batches % passes} drops those batches",
             stacklevel=5,
         )
 

@@ -46,8 +46,8 @@ def check_scaler(scaled: bool, sampler: Stepper, setting: str) -> None:
     """Raise ValueError if gradients are scaled for float16 and the sampler would step on them before they are unscaled."""
     if scaled and sampler.step_in_backward:
         raise ValueError(
-            f"{setting} multiplies the loss to keep small gradients in float16, and step_in_backward=True would step on gradients "
-            "that are still multiplied: use bf16, or step_in_backward=False"
+            f"{setting} multiplies the loss to keep small gradients in float16, and step_in_backward=True would step on "
+            "gradients that are still multiplied: use bf16, or step_in_backward=False"
         )
 
 
@@ -55,8 +55,8 @@ def check_processes(processes: int, gpus: int, model: nn.Module) -> None:
     """Raise ValueError for a trainer that would copy the model to several processes or GPUs."""
     if processes > 1:
         raise ValueError(
-            f"the trainer runs {processes} processes, whose copies of the model nothing would keep the same to the byte: train each "
-            "chain in a process of its own (stream=0, 1, ... of the sampler), or use qlangevin.distributed.replicate in a "
+            f"the trainer runs {processes} processes, whose copies of the model nothing would keep the same to the byte: train "
+            "each chain in a process of its own (stream=0, 1, ... of the sampler), or use qlangevin.distributed.replicate in a "
             "loop of your own"
         )
     if gpus > 1:
