@@ -19,7 +19,6 @@ from . import graph_count, plain_tensors
 from .operator import lower_op
 from .patches import Patch
 from .plain_tensors import QuantizationSpec
-from .saved_tensors import SavingForward
 from .shared_bits import SharedBits
 
 __all__ = ["ExtraRepr", "Handler", "HandlerForward", "find_handler"]
@@ -184,9 +183,11 @@ def find_handler(module: nn.Module) -> Handler | None:
 
 
 def _instance_forward(module: nn.Module) -> Any:
-    """Return the forward that an instance has instead of its class's, beneath that of a lowered model; None if it has none."""
+    """Return the forward that an instance has instead of its class's, beneath those of a lowered model; None if it has none."""
     forward = module.__dict__.get("forward")
-    return forward.replaced if isinstance(forward, SavingForward) else forward
+    while isinstance(forward, Patch) and not isinstance(forward, HandlerForward):
+        forward = forward.replaced
+    return forward
 
 
 class HandlerForward(Patch):
