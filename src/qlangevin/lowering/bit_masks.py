@@ -83,9 +83,7 @@ class DropoutFunction(torch.autograd.Function):
 def relu_with_mask(handler: Handler, module: nn.Module, x: Tensor, inplace: bool) -> Tensor:
     """Return Q_A(relu(x)), by whichever way keeps least for backward."""
     kernels = plain_tensors.kernels_to_write(x)
-    if inplace and (kernels is None or x._is_view()):  # then Q_A is new memory
-        return x.copy_(relu_with_mask(handler, module, x, False))
-    if kernels is None or handler.activations is None:
+    if kernels is None or handler.activations is None or (inplace and x._is_view()):
         return handler.quantize(module, nn.functional.relu(x, inplace))
     if plain_tensors.is_on_grid(x, handler.activations):
         return plain_tensors.relu_on_grid(x, handler.next_spec(module, x, kernels), kernels, inplace, handler)

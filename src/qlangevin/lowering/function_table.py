@@ -55,10 +55,11 @@ _SPECIAL_METHODS = {
     "div": "__truediv__ __itruediv__ __div__ __idiv__", "matmul": "__matmul__ __rmatmul__ __imatmul__",
 }  # fmt: skip
 
-# Functions whose backward reads their result, so that it must not be overwritten. In place, some others read theirs, too.
+# Functions whose backward reads their result, or that may return their input: it must not be overwritten.
 _READS_RESULT = frozenset(
     "sigmoid tanh softmax softmin gumbel_softmax selu celu elu leaky_relu rrelu normalize scaled_dot_product_attention lp_pool1d "
-    "lp_pool2d alpha_dropout hardsigmoid softsign threshold relu6 hardtanh glu prelu logsigmoid upsample".split()
+    "lp_pool2d alpha_dropout hardsigmoid softsign threshold relu6 hardtanh glu prelu logsigmoid upsample "
+    "dropout dropout1d dropout2d dropout3d feature_alpha_dropout interpolate".split()
 )
 _KEEPS_GRID = frozenset(
     "max_pool1d max_pool2d max_pool3d adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d fractional_max_pool2d "

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ..quantization.random import Key
 from . import attention, function_table, plain_tensors
@@ -58,16 +59,7 @@ class Recorder(Protocol):
 
 
 class FunctionHandler(Handler):
-    """Lowers the results of one function call in the forward of a module: ``may_overwrite`` as for a layer's output."""
-
-    def _sees_output_first(self, module: nn.Module) -> bool:
-        return True
-
-
-class OwnOutputHandler(FunctionHandler):
-    """Functions that return memory of their own and do not need it in backward: it is overwritten."""
-
-    may_overwrite_output = True
+    """Lowers the results of the calls of a function at one place in the forward of a module."""
 
 
 class ScopedForward(Patch):
@@ -106,8 +98,8 @@ class ScopedForward(Patch):
         key = f"{entry.name}/{occurrence}"
         if (found := self.handlers.get(key)) is not None:
             return found
-        kind = OwnOutputHandler if entry.own_output or entry.name in _MASKED_FUNCTIONS else FunctionHandler
-        handler = kind(*self.settings[:4], f"{self.name}/{key}")
+        with torch.inference_mode(False), _disable_current_modes():  # its count is a tensor
+            handler = FunctionHandler(*self.settings[:4], f"{self.name}/{key}")
         if self.replica:
             handler.set_replica(self.replica)
         handler.runs = self.counts.pop(key, 0)
@@ -221,10 +213,31 @@ def _round(frame: Frame, entry: Entry, x: Tensor, operands: list[Tensor], in_pla
     handler = frame.next_handler(entry)
     format = handler.activations
     on_grid = entry.keeps_grid and "/" not in str(format) and plain_tensors.is_on_grid(operands[0], format)
-    y = handler.quantize(frame.module, x, on_grid)
+    y = handler.quantize(frame.module, x, on_grid, is_own=entry.own_output)
     if in_place and y is not x:
-        y = x.copy_(y)
+        y = _write(x, y)
     return _finish(handler, frame.module, y)
+
+
+class WriteFunction(torch.autograd.Function):
+    """Write y into x; the error, which is that of y, keeps its layout, as it does not in ``x.copy_(y)``."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
+        ctx.mark_dirty(x)
+        return x.copy_(y)
+
+    @staticmethod
+    def backward(ctx: Any, e: Tensor) -> tuple[Any, ...]:
+        return None, e
+
+
+def _write(x: Tensor, y: Tensor) -> Tensor:
+    if x._is_view() or torch._C._functorch.is_functorch_wrapped_tensor(x):
+        return x.copy_(y)
+    function: Any = WriteFunction
+    result: Tensor = function.apply(x, y)
+    return result
 
 
 def _finish(handler: Handler, module: nn.Module, y: Tensor) -> Tensor:
@@ -248,7 +261,7 @@ def _dropout(frame: Frame, entry: Entry, func: Any, args: Any, kwargs: Any) -> T
     if not training or p <= 0 or given.get("inplace", False) or getattr(func, "__name__", "") == "dropout_":
         return None
     handler = frame.next_handler(entry)
-    return _finish(handler, frame.module, handler.quantize(frame.module, drop_out(x, p)))
+    return _finish(handler, frame.module, handler.quantize(frame.module, drop_out(x, p), is_own=True))
 
 
 _MASKED_FUNCTIONS = {"relu": _relu, "dropout": _dropout}

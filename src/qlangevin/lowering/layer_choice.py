@@ -52,7 +52,7 @@ def scope_functions(
     A model whose modules call no functions, such as a plain `nn.Sequential`, stays without a mode.
     """
     callers = {m: name for name, m in model.named_modules() if _calls_functions(m) and not (m in layers and _is_hidden(m))}
-    lowered = {m for m, name in callers.items() if m in where and (_has_children(m) or name == "")}
+    lowered = {m for m, name in callers.items() if m in where and (_has_children(m) or (name == "" and m not in layers))}
     if not (lowered and settings.names) and not any(is_leaf_of_user(m) for m in layers):
         return
     for module in layers:

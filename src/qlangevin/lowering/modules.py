@@ -80,7 +80,7 @@ class MaxPoolHandler(Handler):
 
 @handles(nn.MultiheadAttention, subclasses=True)
 class AttentionHandler(Handler):
-    """Attention, which also returns its weights: they are for the user to look at and stay as they are."""
+    """Attention, whose functions are lowered, too. It also returns its weights: they are for the user to look at."""
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
         with without_functions():
@@ -103,15 +103,15 @@ class ReLUHandler(Handler):
 
 
 @handles(nn.Dropout)
-class DropoutHandler(FreshOutputHandler):
-    """Dropout, which keeps a bit a number for backward."""
+class DropoutHandler(Handler):
+    """Dropout, which keeps a bit a number for backward; in evaluation it returns its input, which is not overwritten."""
 
-    replaces_forward = True
+    replaces_forward = quantizes_in_forward = True
 
     def forward(self, module: nn.Dropout, input: Tensor) -> Tensor:
         if module.training and module.p > 0 and not module.inplace:
-            return drop_out(input, module.p)
-        return nn.functional.dropout(input, module.p, module.training, module.inplace)
+            return self.quantize(module, drop_out(input, module.p), is_own=True)
+        return self.quantize(module, nn.functional.dropout(input, module.p, module.training, module.inplace))
 
 
 class Quantize(nn.Module):
@@ -139,10 +139,10 @@ class LeafHandler(Handler):
         with without_functions():
             return super().__call__(module, args, output)
 
-    def quantize(self, module: nn.Module, x: Tensor, already_on_grid: bool = False) -> Tensor:
+    def quantize(self, module: nn.Module, x: Tensor, already_on_grid: bool = False, is_own: bool = False) -> Tensor:
         if not self._is_activation(module, x):
             return x
-        y = super().quantize(module, x, already_on_grid)
+        y = super().quantize(module, x, already_on_grid, is_own)
         set_kinds(y, Kind.ACTIVATION)
         return y
 
