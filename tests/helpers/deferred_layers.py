@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from qlangevin import Format, Key
+from qlangevin.lowering.functions import find_scope
 from qlangevin.lowering.handler import find_handler
 from qlangevin.quantization import backend, rounding
 
@@ -145,10 +146,15 @@ class NoWaiting(TorchDispatchMode):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        handlers = [find_handler(module) for module in model.modules()]
-        self.counts = {h.count.data_ptr() for h in handlers if h is not None}
+        self.model = model
+
+    def is_count(self, t: Tensor) -> bool:
+        handlers = [find_handler(module) for module in self.model.modules()]
+        scopes = [find_scope(module) for module in self.model.modules()]  # functions are known once they are called
+        handlers += [handler for scope in scopes if scope is not None for handler in scope.handlers.values()]
+        return any(t.data_ptr() == handler.count.data_ptr() for handler in handlers if handler is not None)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.overloadpacket in self.WAITS and args[0].data_ptr() not in self.counts:
+        if func.overloadpacket in self.WAITS and not self.is_count(args[0]):
             raise AssertionError(f"{func} waits for the device")
         return func(*args, **(kwargs or {}))

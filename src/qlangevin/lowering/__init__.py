@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from .function_table import FUNCTIONS
 from .layers import (
     LAYERS,
     Quantize,
     check_state,
+    is_layer,
     load_state_dict,
     lower,
     set_replica,
@@ -15,9 +17,11 @@ from .layers import (
 )
 
 __all__ = [
+    "FUNCTIONS",
     "LAYERS",
     "Quantize",
     "check_state",
+    "is_layer",
     "load_state_dict",
     "lower",
     "set_replica",

@@ -19,7 +19,6 @@ from . import graph_count, plain_tensors, replay
 from .operator import lower_op
 from .patches import Patch
 from .plain_tensors import QuantizationSpec
-from .saved_tensors import SavingForward
 from .shared_bits import SharedBits
 
 __all__ = ["ExtraRepr", "Handler", "HandlerForward", "find_handler"]
@@ -106,12 +105,13 @@ class Handler:
             return self.quantize(module, output, self.keeps_grid and self._got_numbers_on_grid(module, args))
         return tree_map_only(Tensor, lambda t: self.quantize(module, t), output)
 
-    def quantize(self, module: nn.Module, x: Tensor, already_on_grid: bool = False) -> Tensor:
-        """Return Q_A of one output; Q_E rounds its error."""
+    def quantize(self, module: nn.Module, x: Tensor, already_on_grid: bool = False, is_own: bool = False) -> Tensor:
+        """Return Q_A of one output; Q_E rounds its error. ``is_own``: the caller knows that it may be overwritten."""
         if not x.dtype.is_floating_point or (self.activations is None and self.errors is None):
             return x
         if (kernels := plain_tensors.kernels_to_write(x)) is not None:
-            may_overwrite = self.may_overwrite_output and self._sees_output_first(module) and not x._is_view()
+            own_output = self.may_overwrite_output and self._sees_output_first(module)
+            may_overwrite = (own_output or is_own) and not x._is_view()
             return plain_tensors.quantize_activation(
                 x, self.next_spec(module, x, kernels), kernels, may_overwrite=may_overwrite,
                 already_on_grid=already_on_grid, producer=self,
@@ -198,9 +198,11 @@ def find_handler(module: nn.Module) -> Handler | None:
 
 
 def _instance_forward(module: nn.Module) -> Any:
-    """Return the forward that an instance has instead of its class's, beneath that of a lowered model; None if it has none."""
+    """Return the forward that an instance has instead of its class's, beneath those of a lowered model; None if it has none."""
     forward = module.__dict__.get("forward")
-    return forward.replaced if isinstance(forward, SavingForward) else forward
+    while isinstance(forward, Patch) and not isinstance(forward, HandlerForward):
+        forward = forward.replaced
+    return forward
 
 
 class HandlerForward(Patch):

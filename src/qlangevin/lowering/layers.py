@@ -11,20 +11,22 @@ how often it has run in training; in evaluation everything is rounded to nearest
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
-from torch import Tensor, nn
-from torch.nn.modules import activation, batchnorm, conv, dropout, pooling
+from torch import nn
 
 from .._select import Choice, select_modules
 from .._validate import check_choice
 from ..quantization.formats import FP32, Format, parse
 from ..quantization.operators import Rounding
 from ..quantization.random import Key
+from .function_table import FunctionChoice, choose_functions
+from .functions import EnterLayer, FunctionSettings, LeaveLayer, ScopedForward, find_scope
 from .handler import Handler, find_handler
-from .modules import handler_for
-from .patches import remove_patches
+from .layer_choice import LAYERS, is_layer, scope_functions
+from .modules import Quantize, handler_for
+from .patches import find_patch, remove_patches
 from .saved_tensors import SavingForward
 from .tensor_owners import calibrate_refcounts
 
@@ -32,6 +34,7 @@ __all__ = [
     "LAYERS",
     "Quantize",
     "check_state",
+    "is_layer",
     "load_state_dict",
     "lower",
     "set_replica",
@@ -43,33 +46,15 @@ __all__ = [
 M = TypeVar("M", bound=nn.Module)
 
 
-class Quantize(nn.Module):
-    """The identity, for a place in a model where there is no layer, such as a residual sum: `lower` rounds its output."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x
-
-
-def _modules_of(package: Any) -> list[type[nn.Module]]:
-    return [getattr(package, name) for name in package.__all__]
-
-
-# The modules that are layers. Log-softmax is none: it belongs to the loss.
-LAYERS: tuple[type[nn.Module], ...] = (
-    *[nn.Linear, nn.Bilinear, conv._ConvNd, nn.Embedding, nn.EmbeddingBag, nn.RNNBase, nn.RNNCellBase],
-    *[batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.LocalResponseNorm, nn.CrossMapLRN2d],
-    *[t for t in _modules_of(activation) if t is not nn.LogSoftmax],
-    *[*_modules_of(pooling), *_modules_of(dropout), nn.Upsample, Quantize],
-)
-
-
 def lower(
     model: M,
     activations: str | Format | None = None,
     errors: str | Format | None = None,
     *,
-    layers: Choice = LAYERS,
+    layers: Choice = is_layer,
     skip: Choice | None = None,
+    functions: FunctionChoice = True,
+    skip_functions: FunctionChoice = False,
     rounding: Rounding = "stochastic",
     seed: int = 0,
     stream: int = 0,
@@ -81,7 +66,11 @@ def lower(
         model: any module; `unlower` undoes this.
         activations, errors: the formats, Q_A and Q_E; None for full precision. The blocks of ``"bfp8"`` are slices along the
             first dim, that is examples (the paper's small block); that of ``"bfp8/tensor"`` is all of a tensor.
-        layers, skip: which layers, by type, name pattern or predicate of name and module.
+        layers, skip: which layers, by type, name pattern or predicate of name and module. By default all layers of PyTorch
+            (`LAYERS`) and modules of the user's that have no children; see `is_layer`.
+        functions, skip_functions: which functions, by name (``"relu"``) or callable (``F.relu``), are lowered like layers where the
+            forward of the model, or of a module in it that has children, calls them; see `lowering.FUNCTIONS`. If ``layers``
+            are chosen, only where they match the calling module. Functions of skipped modules are not.
         rounding: in training, ``"stochastic"`` or ``"nearest"``.
         seed: of the random bits, which follow from it, from ``stream`` and from the name that a layer has in ``model``. So
             several calls may lower different ``layers`` of one model.
@@ -92,28 +81,46 @@ def lower(
     """
     check_choice("rounding", rounding, ("nearest", "stochastic"))
     names = tuple(None if f is None or parse(f) == FP32 else str(parse(f)) for f in (activations, errors))
-    chosen = select_modules(model, layers, skip)
+    chosen, wanted = select_modules(model, layers, skip), choose_functions(functions, skip_functions)
     _check_can_be_lowered(chosen)
     for name, module in chosen.items():
         handler_for(module)(names[0], names[1], rounding, Key(seed, stream), name).install(module)
     calibrate_refcounts()
-    if save_codes and names[0] is not None and not isinstance(model.__dict__.get("forward"), SavingForward):
+    if names != (None, None):
+        functions_of = FunctionSettings(*names, rounding, Key(seed, stream), wanted)
+        _scope_functions(model, functions_of, chosen, layers, skip)
+    if save_codes and names[0] is not None and find_patch(model, SavingForward) is None:
         SavingForward(model, parse(names[0])).install()
     return model
+
+
+def _scope_functions(
+    model: nn.Module, settings: FunctionSettings, chosen: dict[str, nn.Module], layers: Choice, skip: Choice | None
+) -> None:
+    """Have functions lowered in the modules that ``layers`` chooses, all by default, less those to skip."""
+    everywhere = select_modules(model, nn.Module, skip) if layers is is_layer else chosen
+    scope_functions(model, settings, set(chosen.values()), set(everywhere.values()))
 
 
 def unlower(model: M) -> M:
     """Remove what `lower` put on a model, or on any part of it; return the model."""
     for module in model.modules():
-        for key in [k for k, hook in module._forward_hooks.items() if isinstance(hook, Handler)]:
-            del module._forward_hooks[key]
+        for hooks in (module._forward_hooks, module._forward_pre_hooks):
+            for key in [k for k, hook in hooks.items() if isinstance(hook, (Handler, EnterLayer, LeaveLayer))]:
+                del hooks[key]
         remove_patches(module)
     return model
 
 
 def state_dict(model: nn.Module) -> dict[str, int]:
-    """Return how often each layer has run in training: with the seed, all that its random bits depend on."""
-    return {name: handler.runs for name, handler in _named_handlers(model)}
+    """Return how often each layer and function has run in training: with the seed, all that their random bits depend on.
+
+    A function is named after the module whose forward calls it: ``"block/relu/0"`` is the first `relu` of ``block``.
+    """
+    state = {name: handler.runs for name, handler in _named_handlers(model)}
+    for name, scope in _named_scopes(model):
+        state |= {f"{name}/{key}": runs for key, runs in scope.state().items()}
+    return state
 
 
 def load_state_dict(model: nn.Module, state: Mapping[str, int]) -> None:
@@ -121,31 +128,49 @@ def load_state_dict(model: nn.Module, state: Mapping[str, int]) -> None:
     check_state(model, state)
     for name, handler in _named_handlers(model):
         handler.runs = int(state[name])
+    for name, scope in _named_scopes(model):
+        start = f"{name}/"
+        scope.load({key[len(start) :]: int(runs) for key, runs in state.items() if key.startswith(start)})
 
 
 def check_state(model: nn.Module, state: Mapping[str, int]) -> None:
-    """Raise ValueError if a state is of a model with other layers."""
-    found = dict(_named_handlers(model))
-    if found.keys() != state.keys():
-        odd = sorted(found.keys() ^ state.keys())
-        raise ValueError(f"the state is of a model lowered otherwise: {', '.join(map(repr, odd[:5]))} in one only")
+    """Raise ValueError if a state is of a model with other layers, or with functions in other modules.
+
+    Functions are known once they have been called, so that a state may have more or fewer of them than the model.
+    """
+    found = {name for name, _ in _named_handlers(model)} | {f"{name}/" for name, _ in _named_scopes(model)}
+    given = {name.split("/")[0] + "/" if "/" in name else name for name in state}
+    odd = {name for name in found ^ given if name in given or not name.endswith("/")}
+    if odd:
+        names = ", ".join(map(repr, sorted(odd)[:5]))
+        raise ValueError(f"the state is of a model lowered otherwise: {names} in one only")
 
 
 def settings(model: nn.Module) -> dict[str, str]:
-    """Return the formats, the rounding and the random stream of each layer, as text."""
-    return {name: handler.settings() for name, handler in _named_handlers(model)}
+    """Return the formats, the rounding and the random stream of each layer, and of the functions of each module, as text."""
+    found = {name: handler.settings() for name, handler in _named_handlers(model)}
+    return found | {f"{name}/": scope.text() for name, scope in _named_scopes(model)}
 
 
 def set_replica(model: nn.Module, replica: int) -> None:
     """Give one of several copies of a model that see different data random bits of its own; copy 0 keeps those it has."""
     for _, handler in _named_handlers(model):
         handler.set_replica(replica)
+    for _, scope in _named_scopes(model):
+        scope.set_replica(replica)
 
 
 def _named_handlers(model: nn.Module) -> Iterator[tuple[str, Handler]]:
     for name, module in model.named_modules():
         if (handler := find_handler(module)) is not None:
             yield name, handler
+
+
+def _named_scopes(model: nn.Module) -> Iterator[tuple[str, ScopedForward]]:
+    """Yield the modules whose functions are lowered."""
+    for name, module in model.named_modules():
+        if (scope := find_scope(module)) is not None and scope.settings.names:
+            yield name, scope
 
 
 def _check_can_be_lowered(chosen: dict[str, nn.Module]) -> None:

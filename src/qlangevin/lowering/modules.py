@@ -16,10 +16,13 @@ from torch.nn.modules import conv
 from torch.nn.utils.rnn import PackedSequence
 
 from . import plain_tensors
+from .bit_masks import drop_out, relu_with_mask
 from .convolution import ConvolutionFunction, Geometry, convolve_gathered, must_gather
+from .functions import without_functions
 from .handler import Handler
+from .operand_kinds import Kind, set_kinds
 
-__all__ = ["handler_for", "handles"]
+__all__ = ["LeafHandler", "Quantize", "handler_for", "handles"]
 
 H = TypeVar("H", bound=type[Handler])
 
@@ -41,7 +44,23 @@ def handler_for(module: nn.Module) -> type[Handler]:
     """Return the handler class for a module."""
     if (handler := _exact.get(type(module))) is not None:
         return handler
-    return next((_with_subclasses[base] for base in type(module).__mro__ if base in _with_subclasses), Handler)
+    found = next((_with_subclasses[base] for base in type(module).__mro__ if base in _with_subclasses), None)
+    if found is not None:
+        return found
+    return LeafHandler if is_leaf_of_user(module) else Handler
+
+
+def is_leaf_of_user(module: nn.Module) -> bool:
+    """Return True for a module without children whose forward is the user's own."""
+    if next(module.children(), None) is not None or isinstance(module, torch.jit.ScriptModule):
+        return False
+    return not _is_of_torch(type(module)) and type(module).forward not in (nn.Module.forward, nn.Identity.forward)
+
+
+def _is_of_torch(kind: type[nn.Module]) -> bool:
+    """Return True if the forward of a class is PyTorch's or ours."""
+    package = kind.forward.__module__.split(".")[0]
+    return package == "torch" or kind is Quantize
 
 
 @handles(nn.Linear, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.LayerNorm, nn.GroupNorm)
@@ -61,7 +80,13 @@ class MaxPoolHandler(Handler):
 
 @handles(nn.MultiheadAttention, subclasses=True)
 class AttentionHandler(Handler):
-    """Attention, which also returns its weights: they are for the user to look at and stay as they are."""
+    """Attention, whose functions are lowered, too. It also returns its weights: they are for the user to look at."""
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        with without_functions():
+            output = super().__call__(module, args, output)
+        set_kinds(output, Kind.ACTIVATION)
+        return output
 
     def quantize_outputs(self, module: nn.Module, args: Any, output: Any) -> Any:
         return (self.quantize(module, output[0]), *output[1:])
@@ -74,11 +99,60 @@ class ReLUHandler(Handler):
     replaces_forward = quantizes_in_forward = True
 
     def forward(self, module: nn.ReLU, input: Tensor) -> Tensor:
-        kernels = None if self.activations is None else plain_tensors.kernels_to_write(input)
-        if kernels is not None and plain_tensors.is_on_grid(input, self.activations):
-            spec = self.next_spec(module, input, kernels)
-            return plain_tensors.relu_on_grid(input, spec, kernels, module.inplace, self)
-        return self.quantize(module, nn.functional.relu(input, module.inplace))
+        return relu_with_mask(self, module, input, module.inplace)
+
+
+@handles(nn.Dropout)
+class DropoutHandler(Handler):
+    """Dropout, which keeps a bit a number for backward; in evaluation it returns its input, which is not overwritten."""
+
+    replaces_forward = quantizes_in_forward = True
+
+    def forward(self, module: nn.Dropout, input: Tensor) -> Tensor:
+        if module.training and module.p > 0 and not module.inplace:
+            return self.quantize(module, drop_out(input, module.p), is_own=True)
+        return self.quantize(module, nn.functional.dropout(input, module.p, module.training, module.inplace))
+
+
+class Quantize(nn.Module):
+    """The identity, for a place in a model where there is no layer and no function that is lowered: `lower` rounds its output."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+@handles(Quantize)
+class QuantizeHandler(Handler):
+    """The identity, which leaves numbers on the grid where they are."""
+
+    keeps_grid = True
+
+
+class LeafHandler(Handler):
+    """A module of the user's without children, such as an RMSNorm, whose functions are not lowered, but followed.
+
+    With parameters of its own it is a layer. Without, it is one for those outputs that come from an activation: rotary embeddings
+    return cosines and sines of positions, which stay as they are.
+    """
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        with without_functions():
+            return super().__call__(module, args, output)
+
+    def quantize(self, module: nn.Module, x: Tensor, already_on_grid: bool = False, is_own: bool = False) -> Tensor:
+        if not self._is_activation(module, x):
+            return x
+        y = super().quantize(module, x, already_on_grid, is_own)
+        set_kinds(y, Kind.ACTIVATION)
+        return y
+
+    def _is_activation(self, module: nn.Module, x: Tensor) -> bool:
+        if module._parameters:
+            return True
+        kind = getattr(x, "_qlangevin_kind", None)
+        if kind is None:  # compiled, where functions are not followed
+            return x.requires_grad or not torch.is_grad_enabled()
+        return kind in (Kind.ACTIVATION, Kind.MASKED)
 
 
 # ---- convolutions

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from torch import nn
 
-__all__ = ["Patch", "remove_patches"]
+__all__ = ["Patch", "find_patch", "remove_patch", "remove_patches"]
 
 
 class Patch:
@@ -30,6 +30,19 @@ class Patch:
         return self.replaced(*args, **kwargs)
 
 
+P = TypeVar("P", bound=Patch)
+
+
+def find_patch(module: nn.Module, kind: type[P]) -> P | None:
+    """Return the patch of one kind on a module; None if there is none."""
+    patch = module.__dict__.get(kind.method)
+    while isinstance(patch, Patch):
+        if isinstance(patch, kind):
+            return patch
+        patch = patch.replaced
+    return None
+
+
 def remove_patches(module: nn.Module) -> None:
     """Restore the methods that patches have replaced. A method that the user has put over a patch stays."""
     for method in ("extra_repr", "forward"):
@@ -38,3 +51,19 @@ def remove_patches(module: nn.Module) -> None:
                 del module.__dict__[method]
             else:
                 module.__dict__[method] = patch.replaced
+
+
+def remove_patch(module: nn.Module, kind: type[Patch]) -> None:
+    """Take patches of one kind from between the others of a module's forward."""
+    above, patch = None, module.__dict__.get(kind.method)
+    while isinstance(patch, Patch):
+        if isinstance(patch, kind):
+            if above is not None:
+                above.replaced = patch.replaced
+            elif patch.replaced is None:
+                del module.__dict__[kind.method]
+            else:
+                module.__dict__[kind.method] = patch.replaced
+        else:
+            above = patch
+        patch = patch.replaced

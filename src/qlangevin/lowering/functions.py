@@ -1,0 +1,357 @@
+"""Functions that a model's forward calls, lowered like layers: F.relu, sums, products, pooling, attention.
+
+    forward    y = Q_A(f(a, b, ...))
+    backward   e_y is rounded by Q_E before f's own backward
+
+`ScopedForward` runs the forward of a module that has children within a `TorchFunctionMode`, which gets every function that is called
+there. Inside of a lowered layer the mode is hidden: the layer's output is rounded once, by its handler. `function_table` says
+which functions are lowered, and when. The random bits of a call follow from the seed, the name of the module whose forward calls
+it, the name of the function, and how many calls of that function the same forward has made before.
+
+Compilers see functions without the mode: a compiled model rounds its layers, and says once that it does not round functions.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ..quantization.random import Key
+from . import attention, function_table, plain_tensors
+from .bit_masks import drop_out, relu_with_mask
+from .function_table import Entry
+from .handler import Handler
+from .operand_kinds import Kind, find_kind, float_operands, propagate, set_kinds
+from .patches import Patch, find_patch
+
+__all__ = ["EnterLayer", "FunctionSettings", "LeaveLayer", "Recorder", "ScopedForward", "find_scope", "recording", "without_functions"]
+
+
+class FunctionSettings(NamedTuple):
+    """Formats, rounding, random stream and names of the functions that a call of `lower` lowers."""
+
+    activations: str | None
+    errors: str | None
+    rounding: str
+    chain: Key
+    names: frozenset[str]
+
+
+class Recorder(Protocol):
+    """Watches the calls of one forward; see `summary`."""
+
+    def call(self, module: str, name: str) -> None:
+        """Begin a call of a function in the forward of a module."""
+
+    def done(self, result: Any, reason: str | None) -> None:
+        """End the call, which was lowered unless there is a reason why not."""
+
+
+# ---- handlers of functions
+
+
+class FunctionHandler(Handler):
+    """Lowers the results of the calls of a function at one place in the forward of a module."""
+
+
+class ScopedForward(Patch):
+    """The forward of a module, whose calls of functions are lowered; with no names of functions, only followed."""
+
+    method = "forward"
+
+    def __init__(self, module: nn.Module, name: str, settings: FunctionSettings) -> None:
+        super().__init__(module)
+        self.name, self.settings, self.replica = name, settings, 0
+        self.handlers: dict[str, FunctionHandler] = {}
+        self.counts: dict[str, int] = {}  # of functions that have not been called since they were loaded
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return self.call_replaced(*args, **kwargs)
+        thread = _thread
+        frames, hidden, depth = thread.frames, thread.hidden, len(thread.frames)
+        frames.append(Frame(self))
+        begins = depth == 0 or hidden > 0  # there is no mode that sees this forward
+        if begins:
+            thread.hidden = 0
+            _push(thread.mode)
+        try:
+            return self.call_replaced(*args, **kwargs)
+        finally:
+            if begins and thread.hidden == 0:
+                _remove(thread.mode)
+            elif not begins and thread.hidden > hidden:  # a layer has raised
+                _push(thread.mode)
+            thread.hidden = hidden
+            del frames[depth:]
+
+    def handler(self, entry: Entry, occurrence: int) -> FunctionHandler:
+        """Return the handler of a call, by the name of the function and its number in this forward."""
+        key = f"{entry.name}/{occurrence}"
+        if (found := self.handlers.get(key)) is not None:
+            return found
+        with torch.inference_mode(False), _disable_current_modes():  # its count is a tensor
+            handler = FunctionHandler(*self.settings[:4], f"{self.name}/{key}")
+        if self.replica:
+            handler.set_replica(self.replica)
+        handler.runs = self.counts.pop(key, 0)
+        self.handlers[key] = handler
+        return handler
+
+    def set_replica(self, replica: int) -> None:
+        """Draw the random bits of one of several copies of the model."""
+        self.replica = replica
+        for handler in self.handlers.values():
+            handler.set_replica(replica)
+
+    def text(self) -> str:
+        """Return all settings but the replica as text."""
+        activations, errors, rounding, chain, names = self.settings
+        stream = f", stream={chain.stream}" if chain.stream else ""
+        which = "all functions" if len(names) == len(function_table.FUNCTIONS) else ", ".join(sorted(names))
+        formats = f"activations={activations or 'fp32'}, errors={errors or 'fp32'}"
+        return f"{formats}, rounding={rounding}, seed={chain.seed}{stream}, functions: {which}"
+
+    def state(self) -> dict[str, int]:
+        """Return how often each function has run in training."""
+        return self.counts | {key: handler.runs for key, handler in self.handlers.items()}
+
+    def load(self, state: dict[str, int]) -> None:
+        """Resume the random bits of functions; one that the state does not have begins anew."""
+        self.counts = {key: runs for key, runs in state.items() if key not in self.handlers}
+        for key, handler in self.handlers.items():
+            handler.runs = state.get(key, 0)
+
+
+class Frame:
+    """One running forward: its scope, and how many calls of each function it has made."""
+
+    __slots__ = ("module", "occurrences", "scope")
+
+    def __init__(self, scope: ScopedForward) -> None:
+        self.scope, self.module = scope, scope.module
+        self.occurrences: dict[str, int] = {}
+
+    def next_handler(self, entry: Entry) -> FunctionHandler:
+        occurrence = self.occurrences.get(entry.name, 0)
+        self.occurrences[entry.name] = occurrence + 1
+        return self.scope.handler(entry, occurrence)
+
+
+# ---- the mode
+
+
+class FunctionMode(TorchFunctionMode):
+    """Gets each call of a function in the forward that runs innermost."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        frame = _thread.frames[-1]
+        if func is F.multi_head_attention_forward:
+            with self:
+                return attention.expanded(*args, **kwargs)
+        entry = function_table.find_entry(func)
+        if (recorder := _thread.recorder) is not None:
+            recorder.call(frame.scope.name, entry.name if entry is not None else getattr(func, "__name__", str(func)))
+        if entry is None:
+            result, reason = _follow(frame, func, args, kwargs), "no rule for it"
+        else:
+            result, reason = _call(frame, entry, func, args, kwargs)
+        if recorder is not None:
+            recorder.done(result, reason)
+        return result
+
+
+def _follow(frame: Frame, func: Any, args: Any, kwargs: Any, is_sum: bool = False) -> Any:
+    """Call a function that is not lowered, and note the kind of what it returns."""
+    result = func(*args, **kwargs)
+    if isinstance(result, (Tensor, tuple, list)):
+        kinds = [find_kind(t, frame.module) for t in float_operands(args, kwargs)]
+        set_kinds(result, propagate(func, kinds, is_sum))
+    return result
+
+
+def _call(frame: Frame, entry: Entry, func: Any, args: Any, kwargs: Any) -> tuple[Any, str | None]:
+    """Call a function of the table; return its result, and the reason if it was not lowered."""
+    module = frame.module
+    operands = list(float_operands(args, kwargs))
+    kinds = [find_kind(t, module) for t in operands]
+    chosen = entry.name in frame.scope.settings.names
+    if chosen and entry.name in _MASKED_FUNCTIONS and kinds and kinds[0] is Kind.ACTIVATION:
+        result = _MASKED_FUNCTIONS[entry.name](frame, entry, func, args, kwargs)
+        if result is not None:
+            set_kinds(result, Kind.ACTIVATION)
+            return result, None
+    result = func(*args, **kwargs)
+    first = result[0] if isinstance(result, tuple) else result
+    reason = function_table.why_not(entry, kinds, first)
+    if reason is not None:
+        set_kinds(result, propagate(func, kinds, entry.rule in ("sum", "biased")))
+        return result, reason
+    set_kinds(result, Kind.ACTIVATION)
+    in_place = bool(operands) and first is operands[0]
+    if "out" in kwargs or not first.is_floating_point():
+        return result, "written to a given tensor"
+    if in_place and not entry.own_output:
+        return result, "unchanged, or in place where its backward reads it"
+    if not chosen:
+        return result, "not chosen"
+    rounded = _round(frame, entry, first, operands, in_place)
+    return (rounded, *result[1:]) if isinstance(result, tuple) else rounded, None
+
+
+def _round(frame: Frame, entry: Entry, x: Tensor, operands: list[Tensor], in_place: bool) -> Tensor:
+    """Return Q_A(x), in x itself if the function has worked in place."""
+    handler = frame.next_handler(entry)
+    format = handler.activations
+    on_grid = entry.keeps_grid and "/" not in str(format) and plain_tensors.is_on_grid(operands[0], format)
+    y = handler.quantize(frame.module, x, on_grid, is_own=entry.own_output)
+    if in_place and y is not x:
+        y = _write(x, y)
+    return _finish(handler, frame.module, y)
+
+
+class WriteFunction(torch.autograd.Function):
+    """Write y into x; the error, which is that of y, keeps its layout, as it does not in ``x.copy_(y)``."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
+        ctx.mark_dirty(x)
+        return x.copy_(y)
+
+    @staticmethod
+    def backward(ctx: Any, e: Tensor) -> tuple[Any, ...]:
+        return None, e
+
+
+def _write(x: Tensor, y: Tensor) -> Tensor:
+    if x._is_view() or torch._C._functorch.is_functorch_wrapped_tensor(x):
+        return x.copy_(y)
+    function: Any = WriteFunction
+    result: Tensor = function.apply(x, y)
+    return result
+
+
+def _finish(handler: Handler, module: nn.Module, y: Tensor) -> Tensor:
+    set_kinds(y, Kind.ACTIVATION)
+    if handler.bits.are_shared and module.training and handler.rounding != "nearest":
+        handler.bits.watch(handler, handler.name, y)
+    return y
+
+
+def _relu(frame: Frame, entry: Entry, func: Any, args: Any, kwargs: Any) -> Tensor | None:
+    in_place = getattr(func, "__name__", "") == "relu_" or bool(kwargs.get("inplace", args[1] if len(args) > 1 else False))
+    x = args[0] if args else kwargs["input"]
+    handler = frame.next_handler(entry)
+    return _finish(handler, frame.module, relu_with_mask(handler, frame.module, x, in_place))
+
+
+def _dropout(frame: Frame, entry: Entry, func: Any, args: Any, kwargs: Any) -> Tensor | None:
+    given = dict(zip(("input", "p", "training", "inplace"), args, strict=False)) | kwargs
+    training = given.get("training", given.get("train", func is F.dropout))
+    x, p = given["input"], given.get("p", 0.5)
+    if not training or p <= 0 or given.get("inplace", False) or getattr(func, "__name__", "") == "dropout_":
+        return None
+    handler = frame.next_handler(entry)
+    return _finish(handler, frame.module, handler.quantize(frame.module, drop_out(x, p), is_own=True))
+
+
+_MASKED_FUNCTIONS = {"relu": _relu, "dropout": _dropout}
+
+
+# ---- the mode's place on PyTorch's stack
+
+
+class _Thread(threading.local):
+    """The forwards that a thread runs, innermost last, and for how many layers within each other the mode is hidden."""
+
+    def __init__(self) -> None:
+        self.frames: list[Frame] = []
+        self.mode = FunctionMode()
+        self.hidden = 0
+        self.recorder: Recorder | None = None
+
+
+_thread = _Thread()
+
+
+def _push(mode: TorchFunctionMode) -> None:
+    torch._C._push_on_torch_function_stack(mode)
+
+
+def _remove(mode: TorchFunctionMode) -> None:
+    """Take the mode off the stack, also from beneath modes that the user has entered."""
+    above = []
+    while torch._C._len_torch_function_stack():
+        top = torch._C._pop_torch_function_stack()
+        if top is mode:
+            break
+        above.append(top)
+    for other in reversed(above):
+        torch._C._push_on_torch_function_stack(other)
+
+
+def _hide() -> None:
+    thread = _thread
+    if thread.frames:
+        if thread.hidden == 0:
+            _remove(thread.mode)
+        thread.hidden += 1
+
+
+def _show() -> None:
+    thread = _thread
+    if thread.frames:
+        thread.hidden -= 1
+        if thread.hidden == 0:
+            _push(thread.mode)
+
+
+@contextmanager
+def without_functions() -> Iterator[None]:
+    """Hide the mode from operations of ours."""
+    _hide()
+    try:
+        yield
+    finally:
+        _show()
+
+
+@contextmanager
+def recording(recorder: Recorder) -> Iterator[None]:
+    """Have a recorder watch the calls of this thread."""
+    before, _thread.recorder = _thread.recorder, recorder
+    try:
+        yield
+    finally:
+        _thread.recorder = before
+
+
+class EnterLayer:
+    """Hides the mode while a layer of PyTorch runs: a forward pre-hook."""
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        if not torch.compiler.is_compiling():
+            _hide()
+
+
+class LeaveLayer:
+    """Shows the mode again, and marks what the layer returns as activations: a forward hook."""
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        if not torch.compiler.is_compiling():
+            _show()
+            set_kinds(output, Kind.ACTIVATION)
+
+
+def find_scope(module: nn.Module) -> ScopedForward | None:
+    """Return the scope of a module's forward; None if its functions are not seen."""
+    return find_patch(module, ScopedForward)
