@@ -1,6 +1,7 @@
 // The kernels, compiled once for each instruction set; QL_LEVEL names it. See kernels.h for what each does.
 #include "blocks.h"
 #include "codes.h"
+#include "half.h"
 
 namespace {
 
@@ -153,5 +154,6 @@ namespace qlangevin {
 extern const Kernels QL_NAME(QL_LEVEL);
 const Kernels QL_NAME(QL_LEVEL) = {QL_STRING(QL_LEVEL), quantize_range,       step_range,   encode_range,
                                    decode_range,        relu_with_codes_range,        encode_exactly_range,
-                                   random_range,        finite_range};
+                                   random_range,        finite_range,         widen,        narrow,
+                                   finite_half};
 }  // namespace qlangevin
