@@ -9,6 +9,10 @@ namespace {
 
 inline bool tiny(const Grid &grid) { return grid.min_gap < -100; }
 
+// The same if noise keeps gaps of floats far from the least.
+inline bool tiny(const Grid &grid, Same v) { return tiny(grid) && v.value < 0x1p-100f; }
+inline bool tiny(const Grid &grid, Each) { return tiny(grid); }
+
 void nearest(const float *x, float *out, int64_t n, const Grid &grid) {
     switch (grid.kind) {
         case Grid::kFixed: return nearest_fixed(x, out, n, grid);
@@ -59,7 +63,7 @@ void corrected(M mu, V v, float *out, int64_t at, int64_t n, const Grid &grid, c
     switch (grid.kind) {
         case Grid::kFixed: return corrected_fixed(mu, v, out, at, n, grid, centered, normal);
         case Grid::kFloat:
-            return (tiny(grid) ? corrected_float<true, M, V> : corrected_float<false, M, V>)(mu, v, out, at, n, grid, centered, normal);
+            return (tiny(grid, v) ? corrected_float<true, M, V> : corrected_float<false, M, V>)(mu, v, out, at, n, grid, centered, normal);
         default: return corrected_block(mu, v, out, at, n, grid, centered, normal);
     }
 }
