@@ -12,6 +12,7 @@ from torch import Tensor
 from qlangevin import Key, corrected, encode, native, parse, quantize
 from qlangevin.quantization import laws, operators, random
 from qlangevin.quantization.backend import Kernels, TensorStep, kernels_for
+from qlangevin.quantization.codes import encode_exactly
 from qlangevin.quantization.formats import GridKind
 from qlangevin.quantization.operators import Rounding
 from qlangevin.sampling.settings import StepSettings
@@ -226,3 +227,11 @@ def test_grids_have_fields_of_the_same_names(name: str) -> None:
         assert isinstance(native.grid(parse(name), size), native.kernels.Grid)
         with pytest.raises(TypeError):
             native.kernels.Grid(*parse(name).kernel_grid(size))  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("name", ["fixed2.0", "fixed4.1", "fixed8.3", "fixed12.3"])
+def test_what_is_one_too_far_up_has_no_code(name: str, every_level: str) -> None:
+    x = torch.full((3, 1000), -parse(name).low)
+    x[:2] = parse(name).high
+    assert encode_exactly(x[:2], parse(name)) is not None
+    assert encode_exactly(x, parse(name)) is None

@@ -291,7 +291,8 @@ def encode_exactly(values: Tensor, codes: Tensor, exponents: Tensor, format: For
     back = torch.empty_like(values)
     decode(back, codes, exponents, format)
     in_range = values.isfinite() & (values >= format.low) & (values <= format.high)
-    return bool((in_range & (back.view(torch.int32) == values.view(torch.int32))).all())
+    bits = torch.int32 if values.itemsize == 4 else torch.int16
+    return bool((in_range & (back.view(bits) == values.view(bits))).all())
 
 
 def first_not_finite(tensors: list[Tensor]) -> int:

@@ -11,7 +11,7 @@ import triton
 from torch import Tensor
 
 from ..quantization.backend import TensorStep
-from ..quantization.formats import BF16, FP16, FP32, Format
+from ..quantization.formats import BF16, FP16, FP32, Format, fit_dtype
 from ..quantization.qtensor import QTensor
 from ..quantization.random import Key
 from . import means, step_kernels
@@ -132,7 +132,7 @@ def _item(t: TensorStep, weights: Format | None, counting: Counting | None, i: i
     """Return the weights of a tensor as a launch takes them."""
     theta, exponents, shape = t.theta, None, t.gradient.shape
     if isinstance(theta, QTensor):
-        codes, exponents, format = theta.unpacked(), theta.exponents, theta.format
+        codes, exponents, format = theta.unpacked(), theta.exponents, fit_dtype(theta.format, theta.dtype)
         theta = codes.view(torch.float32) if format == FP32 else codes
     else:
         format = weights or _OF_DTYPE[theta.dtype]

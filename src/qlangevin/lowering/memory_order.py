@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..quantization import operators
 from ..quantization.backend import kernels_for
-from ..quantization.formats import Format, check_holds, parse
+from ..quantization.formats import Format, fit_dtype, parse
 from ..quantization.random import Key
 
 __all__ = ["block_order", "memory_order", "quantize_in_memory_order", "reorder_dims", "restore_dims"]
@@ -57,7 +57,7 @@ def quantize_in_memory_order(
     ``positive`` holds int8 codes in the `block_order` of x: the result is zero where they are zero or less. ``step``, on the
     device, takes the place of that of the key.
     """
-    parsed = parse(format)
+    parsed = fit_dtype(parse(format), x.dtype)
     order, out = block_order(x, parsed), x if overwrite else torch.empty_like(x)
     source, target = (x, out) if order is None else (reorder_dims(x, order), reorder_dims(out, order))
     kernels = kernels_for(x)
@@ -65,8 +65,6 @@ def quantize_in_memory_order(
         key = key if step is None else replace(key, step=int(step))
         target.copy_(operators.quantize_op(source, format, rounding, *operators.key_bits(key), purpose))
         return out
-    if x.dtype is not torch.float32:
-        check_holds(x.dtype, parsed)
     if order is None:
         target.copy_(kernels.quantize(source.contiguous(), parsed, rounding, key, purpose, step=step))
     else:

@@ -238,7 +238,7 @@ class ReLUFunction(torch.autograd.Function):
         codes = _relu_with_codes(x, y, kernels, saving) if saving is not None and ctx.needs_input_grad[0] else None
         if codes is not None:
             made.append(codes)
-            ctx.about_codes = codes.format, codes.order
+            ctx.about_codes = codes.format, codes.order, codes.dtype
             ctx.save_for_backward(codes.codes, codes.exponents, codes.spoiled)
         else:
             torch.clamp_min(x, 0, out=y)
@@ -249,8 +249,8 @@ class ReLUFunction(torch.autograd.Function):
     def backward(ctx: Any, e: Tensor) -> tuple[Any, ...]:
         spec, format, codes = ctx.spec, ctx.spec.errors, None
         if ctx.about_codes is not None:
-            (saved, exponents, spoiled), (grid, order) = ctx.saved_tensors, ctx.about_codes
-            codes = SavedCodes(saved, exponents, grid, order, spoiled)
+            (saved, exponents, spoiled), (grid, order, dtype) = ctx.saved_tensors, ctx.about_codes
+            codes = SavedCodes(saved, exponents, grid, order, spoiled, dtype=dtype)
         if codes is not None and not e.requires_grad and _can_mask(e, codes, format):
             overwrite = not _is_deferred(e) and only_autograd_holds(e, "backward")
             out = quantize_in_memory_order(
@@ -277,7 +277,7 @@ def _relu_with_codes(x: Tensor, y: Tensor, kernels: Kernels, saving: SavedAsCode
         return None
     values, target = reorder_dims(x, codes.order), reorder_dims(y, codes.order)
     has_codes = kernels.relu_with_codes(
-        values, target, codes.codes, codes.exponents, saving.format, spoiled=codes.spoiled
+        values, target, codes.codes, codes.exponents, codes.format, spoiled=codes.spoiled
     )
     return codes if has_codes else None
 

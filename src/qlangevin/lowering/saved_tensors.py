@@ -1,9 +1,9 @@
 """Tensors that autograd saves for backward, kept as codes.
 
-While a lowered model runs forward, every float32 tensor that an operation saves is tried on the grid of its activations. If
-it is on the grid, bit for bit, its codes and exponents are kept, a byte a number, and decoded when backward asks for it;
-other tensors are kept unchanged. Gradients are therefore the same to the bit. A tensor that several operations save is kept
-once.
+While a lowered model runs forward, every tensor of float32, bfloat16 or float16 that an operation saves is tried on the grid of
+its activations. If it is on the grid, bit for bit, its codes and exponents are kept, a byte a number, and decoded when backward
+asks for it; other tensors are kept unchanged. Gradients are therefore the same to the bit. A tensor that several operations
+save is kept once.
 
 A layer that writes its output onto the grid can produce the codes in the same pass. The model's `SavingForward` remembers
 for which layers that paid: those whose output autograd saved in an earlier forward.
@@ -13,7 +13,7 @@ that layers have rounded, and views of all of one (see `rounded_outputs`). Other
 them on the grid: parts and copies of outputs (such as channels-last ones, flattened), results of functions that are no layers
 (``torch.nn.functional.relu``, sums in fixed point), zeros, inputs and weights of the same format. A NaN has no code. The CPU
 keeps a tensor that holds one unchanged; deferred kernels write its codes and a flag, ``spoiled``, with which it decodes to NaN
-throughout. In half precision tensors are kept unchanged everywhere.
+throughout.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..quantization.backend import Kernels, kernels_for
-from ..quantization.codes import decode_values, empty_codes, encode_exactly
-from ..quantization.formats import Format
+from ..quantization.codes import FLOATS, decode_values, empty_codes, encode_exactly
+from ..quantization.formats import Format, fit_dtype
 from .memory_order import block_order, memory_order, reorder_dims, restore_dims
 from .patches import Patch
 from .replay import enclosing_regions, top_pack_hook
@@ -48,10 +48,11 @@ class SavedCodes(NamedTuple):
     order: tuple[int, ...]
     spoiled: Tensor | None = None  # 1 if the tensor held a NaN; all of it is one then
     view: tuple[torch.Size, tuple[int, ...]] | None = None  # shape and strides of a view of all its memory
+    dtype: torch.dtype = torch.float32
 
     def decode(self) -> Tensor:
         """Return the tensor that was saved."""
-        values = decode_values(self.codes, self.exponents, self.format, self.spoiled)
+        values = decode_values(self.codes, self.exponents, self.format, self.spoiled, self.dtype)
         return restore_dims(values, self.order) if self.view is None else values.as_strided(*self.view)
 
 
@@ -120,8 +121,7 @@ class SavedAsCodes(torch.autograd.graph.saved_tensors_hooks):
         """Return the codes of t, encoding it if no operation has saved it yet; None if t is not on the grid or too small."""
         if (
             type(t) is not Tensor
-            or t.dtype != torch.float32
-            or t.numel() < MIN_NUMEL
+            or not self._saves_memory(t)
             or (t.is_leaf and t.requires_grad)
         ):
             return None
@@ -143,7 +143,7 @@ class SavedAsCodes(torch.autograd.graph.saved_tensors_hooks):
         if order is None:
             return None
         found = encode_exactly(reorder_dims(t.detach(), order), self.format)
-        return None if found is None else SavedCodes(*found, self.format, order)
+        return None if found is None else SavedCodes(*found, self.format, order, dtype=t.dtype)
 
     def _find_output_codes(self, t: Tensor, kernels: Kernels) -> SavedCodes | None:
         """Return the codes of t if it is a rounded output or a view of all of one; None if that is not known."""
@@ -163,9 +163,9 @@ class SavedAsCodes(torch.autograd.graph.saved_tensors_hooks):
         assert order is not None
         values = reorder_dims(x.detach(), order)
         codes, exponents = empty_codes(values, self.format)
-        kernels.encode(values, codes, exponents, self.format)
+        kernels.encode(values, codes, exponents, fit_dtype(self.format, x.dtype))
         spoiled = values.amax().isnan().to(torch.int32).view(1)  # a NaN is the greatest of all
-        return SavedCodes(codes, exponents, self.format, order, spoiled)
+        return SavedCodes(codes, exponents, self.format, order, spoiled, dtype=x.dtype)
 
     # ---- for layers
 
@@ -188,7 +188,8 @@ class SavedAsCodes(torch.autograd.graph.saved_tensors_hooks):
         if not self._saves_memory(x):
             return None
         spoiled = self._flags.take(x.device) if deferred else None
-        return SavedCodes(*empty_codes(reorder_dims(x, order), self.format), self.format, order, spoiled)
+        codes, format = empty_codes(reorder_dims(x, order), self.format), fit_dtype(self.format, x.dtype)
+        return SavedCodes(*codes, format, order, spoiled, dtype=x.dtype)
 
     def set_codes(self, x: Tensor, codes: SavedCodes) -> None:
         """Keep these codes if an operation saves x as it is now."""
@@ -200,7 +201,7 @@ class SavedAsCodes(torch.autograd.graph.saved_tensors_hooks):
             self._outputs[StorageWeakRef(x.untyped_storage())] = RoundedOutput.of(x, _identify(x), producer)
 
     def _saves_memory(self, x: Tensor) -> bool:
-        return self.format.storage_bits < 32 and x.numel() >= MIN_NUMEL and x.dtype is torch.float32
+        return x.numel() >= MIN_NUMEL and x.dtype in FLOATS and self.format.storage_bits < 8 * x.itemsize
 
 
 class _Thread(threading.local):

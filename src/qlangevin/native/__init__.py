@@ -1,8 +1,8 @@
 """The operations of `quantization` as fused C++ kernels for the CPU, bit for bit what `rounding` and `random` compute.
 
 `available` tells if the kernels were compiled; without them everything runs on the PyTorch path. `disabled()` turns them off
-within a context, which is how the two paths are compared. float64 tensors always take the PyTorch path: the kernels compute
-in float32.
+within a context, which is how the two paths are compared. The kernels compute in float32; tensors of bfloat16 and float16 are
+widened and narrowed, a range at a time, and float64 tensors always take the PyTorch path.
 
 The environment variable ``QLANGEVIN_KERNELS``, read when this module is imported, chooses kernels for the process: ``none`` for
 the PyTorch path, or one of `levels`.
@@ -28,7 +28,7 @@ from .._warnings import warn
 from ..quantization import backend
 from ..quantization.backend import TensorStep
 from ..quantization.code_memory import check_storage, describe_memory
-from ..quantization.formats import FP32, Format, KernelGrid
+from ..quantization.formats import FP32, Format, KernelGrid, fit_dtype
 from ..quantization.operators import Rounding
 from ..quantization.qtensor import QTensor
 from ..quantization.random import Key
@@ -47,7 +47,8 @@ __all__ = ["available", "disabled", "level", "levels", "use_level"]
 
 available: bool = kernels is not None
 deferred = False  # a call returns when its work is done
-floats = frozenset((torch.float32,))
+_FLOAT_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as the kernels number them
+floats = frozenset(_FLOAT_TYPES)
 _ROUNDINGS = {name: number for number, name in enumerate(get_args(Rounding))}
 
 if not available and _chosen != "none":
@@ -100,7 +101,7 @@ def quantize(
     x: Tensor, format: Format, rounding_: str, key: Key, purpose: int, variance: Tensor | None = None,
     out: Tensor | None = None, positive: Tensor | None = None, move: Tensor | None = None, *, step: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Return Q(x) of a contiguous float32 tensor, or Q(x + move), written to ``out`` if given, which may be x itself.
+    """Return Q(x) of a contiguous tensor, or Q(x + move), written to ``out`` if given, which may be x itself.
 
     Where ``positive``, int8 codes, is zero or less, the result is zero. ``step`` takes the place of that of the key.
     """
@@ -108,9 +109,9 @@ def quantize(
     x, source = _readable(x, None)
     if out is None:
         out = torch.empty_like(x)
-        target = out.data_ptr(), source[1]
+        target = (out.data_ptr(), *source[1:])
     else:
-        target = _memory(out, torch.float32, shape)
+        target = _numbers(out, shape)
     scalar = float(variance) if variance is not None and variance.dim() == 0 else 0.0
     variances = _aligned(variance) if variance is not None and variance.dim() else None
     move = None if move is None else _aligned(move)
@@ -129,7 +130,7 @@ def quantize_with_codes(
     spoiled: Tensor | None = None, step: Tensor | None = None,
 ) -> bool:  # fmt: skip
     """Round x in place and write codes and exponents of the result; return False if it holds a NaN, which has no code."""
-    memory = _memory(x, torch.float32, None)
+    memory = _numbers(x, None)
     has_codes = kernels.quantize(
         x=memory, out=memory, rounding=_number(rounding_), seed=key.seed, stream=key.stream,
         step=key.step if step is None else int(step), purpose=purpose, **_coded(*codes, format, x.shape),
@@ -167,7 +168,7 @@ def decode(
         values.copy_(codes.view(torch.float32))
         return
     codes = codes if codes.itemsize == 1 else _aligned(codes)
-    kernels.decode(values=_memory(values, torch.float32, codes.shape), **_coded(codes, exponents, format, codes.shape))
+    kernels.decode(values=_numbers(values, codes.shape), **_coded(codes, exponents, format, codes.shape))
 
 
 def relu_with_codes(
@@ -176,9 +177,8 @@ def relu_with_codes(
     """Write relu(x) to ``out``, which may be x, and its codes, for x on the grid; return False if it holds a NaN."""
     shape = codes.shape
     has_codes = kernels.relu_with_codes(
-        x=_memory(x, torch.float32, shape), out=_memory(out, torch.float32, shape),
-        **_coded(codes, exponents, format, shape),
-    )  # fmt: skip
+        x=_numbers(x, shape), out=_numbers(out, shape), **_coded(codes, exponents, format, shape)
+    )
     return _note_nan(has_codes, spoiled)
 
 
@@ -196,11 +196,9 @@ def encode_exactly(values: Tensor, codes: Tensor, exponents: Tensor, format: For
 
 
 def first_not_finite(tensors: list[Tensor]) -> int:
-    """Return the index of the first of these contiguous float32 tensors that holds an infinity or a NaN, or -1."""
+    """Return the index of the first of these contiguous tensors that holds an infinity or a NaN, or -1."""
     try:
-        return int(
-            kernels.first_not_finite([_memory(t, torch.float32, None) for t in tensors], torch.get_num_threads())
-        )
+        return int(kernels.first_not_finite([_numbers(t, None) for t in tensors], torch.get_num_threads()))
     except ValueError:
         copies = [_readable(t, None) for t in tensors]
         return int(kernels.first_not_finite([memory for _, memory in copies], torch.get_num_threads()))
@@ -212,8 +210,8 @@ def sgld(
 ) -> None:  # fmt: skip
     """Take one SGLD step of several tensors in place, in one call; see `qlangevin.sampling.step` for the equation.
 
-    Tensors are contiguous and float32, or codes with a byte or more for each; a QTensor has a format of its own in place of
-    ``weights``.
+    Tensors are contiguous, numbers or codes with a byte or more for each; accumulators are float32. A QTensor has a format of its
+    own in place of ``weights``.
     """
     kernels.sgld(
         [_kernel_step(t, weights, gradients, accumulator) for t in tensors],
@@ -231,13 +229,13 @@ def _kernel_step(
     elif t.theta.format == FP32:  # whose codes are the bits of floats
         theta, weights = t.theta.unpacked().view(torch.float32), FP32
     else:
-        codes, exponents, weights = t.theta.unpacked(), t.theta.exponents, t.theta.format
+        codes, exponents, weights = t.theta.unpacked(), t.theta.exponents, fit_dtype(t.theta.format, t.theta.dtype)
     return kernels.Step(
-        theta=None if theta is None else _memory(theta, torch.float32, shape),
+        theta=None if theta is None else _numbers(theta, shape),
         codes=None if codes is None else _memory(codes, codes.dtype, shape),  # `unpacked` has checked the dtype
         exponents=None if exponents is None else _memory(exponents, torch.int8, None),
         code_bytes=0 if codes is None else codes.itemsize,
-        accumulator=_memory_if_any(t.accumulator, torch.float32, shape), gradient=_memory(t.gradient, torch.float32, None),
+        accumulator=_memory_if_any(t.accumulator, torch.float32, shape), gradient=_numbers(t.gradient, None),
         numel=t.gradient.numel(), seed=t.key.seed, stream=t.key.stream, step=t.key.step,
         weights=grid(weights, shape), gradients=grid(gradients, shape), accumulators=grid(accumulator, shape),
     )  # fmt: skip
@@ -266,7 +264,7 @@ def _exponents(exponents: Tensor | None, format: Format) -> kernels.Memory | Non
     return _memory(exponents, torch.int8, None)
 
 
-def _memory(t: Tensor, dtype: torch.dtype, shape: torch.Size | None) -> kernels.Memory:
+def _memory(t: Tensor, dtype: torch.dtype, shape: torch.Size | None) -> tuple[int, int]:
     """Return (address, bytes); raise ValueError for a tensor that the kernels, which see nothing else of it, would misread.
 
     A shape of None is any.
@@ -290,22 +288,29 @@ def _memory(t: Tensor, dtype: torch.dtype, shape: torch.Size | None) -> kernels.
     )
 
 
+def _numbers(t: Tensor, shape: torch.Size | None) -> kernels.Memory:
+    """Return the memory of floating numbers; that of bfloat16 and float16 comes with its type."""
+    if t.dtype is torch.float32 or t.dtype not in _FLOAT_TYPES:
+        return _memory(t, torch.float32, shape)
+    return (*_memory(t, t.dtype, shape), _FLOAT_TYPES[t.dtype])
+
+
 def _memory_if_any(t: Tensor | None, dtype: torch.dtype, shape: torch.Size) -> kernels.Memory | None:
     return None if t is None else _memory(t, dtype, shape)
 
 
 def _readable(t: Tensor, shape: torch.Size | None) -> tuple[Tensor, kernels.Memory]:
-    """Return a float32 tensor and its memory, or those of a copy if its memory does not hold its numbers as kernels read them.
+    """Return a tensor and its memory, or those of a copy if its memory does not hold its numbers as kernels read them.
 
     It may begin between two multiples of its item size, over foreign memory, or hold its negative, as conj().imag does.
     """
     try:
-        memory = _memory(t, torch.float32, shape)
+        memory = _numbers(t, shape)
     except ValueError:
         if not t.is_neg():
             raise
         return _readable(t.resolve_neg(), shape)
-    return (t, memory) if memory[0] % 4 == 0 else _readable(t.clone(), shape)
+    return (t, memory) if memory[0] % t.itemsize == 0 else _readable(t.clone(), shape)
 
 
 def _aligned(t: Tensor) -> Tensor:

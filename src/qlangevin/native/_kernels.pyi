@@ -1,12 +1,13 @@
-"""The compiled module: tensors come as memory, (address, bytes). `native/__init__.py` is its only caller."""
+"""The compiled module: tensors come as memory, (address, bytes), with a type if they are bfloat16 or float16. `native/__init__.py` is its only caller."""
 
 from typing import TypeAlias
 
-Memory: TypeAlias = tuple[int, int]
+Memory: TypeAlias = tuple[int, int] | tuple[int, int, int]  # the third is one of FLOAT_TYPES
 
 PURPOSES: dict[str, int]
 ROUNDINGS: dict[str, int]
 GRID_KINDS: dict[str, int]
+FLOAT_TYPES: dict[str, int]
 
 class Grid:
     def __init__(

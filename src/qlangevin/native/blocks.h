@@ -283,8 +283,10 @@ void corrected_block(M mu, V v, float *out, int64_t at, int64_t n, const Grid &g
             const Law<M, V, plain.value> law{mean, v + start, grid.top, grid.low, grid.high};
             Block<M, V, plain.value>{law, out + start, at + start, length, grid, centered, normal}.round(most, sigma);
         };
-        const bool inside = grid.max_gap > 80 && grid.min_gap < -80 && extent.move <= most * 0x1p6f;
-        if (inside && most > 0x1p-60f && most < 0x1p60f && sigma < 0x1p60f) draw(Constant<true>{});
+        // Below far, no gap is as large as the greatest, and nothing is clipped.
+        const float end = grid.high * 0x1p-8f, far = end < 0x1p60f ? end : 0x1p60f;
+        const bool inside = most > 0x1p-60f && most < far && sigma < far && extent.move <= most * 0x1p6f;
+        if (inside) draw(Constant<true>{});
         else draw(Constant<false>{});
     });
 }

@@ -18,10 +18,12 @@ namespace {
 using qlangevin::Codes;
 using qlangevin::Grid;
 
-// The memory of a tensor: address and number of bytes; (address, bytes) in Python. None is a tensor that is absent.
+// The memory of a tensor: address, number of bytes and, of floating numbers, their type; in Python (address, bytes) or
+// (address, bytes, type), without a type float32 or integers. None is a tensor that is absent.
 struct Buffer {
     uintptr_t address = 0;
     int64_t bytes = 0;
+    int type = qlangevin::kFloat32;
     bool absent() const { return address == 0 && bytes == 0; }
 };
 
@@ -65,6 +67,7 @@ inline qlangevin::Purpose checked_purpose(uint32_t purpose) {
 // Returns the address of `count` elements.
 template <class T>
 T *checked(const char *name, const Buffer &b, int64_t count) {
+    require(b.type == qlangevin::kFloat32, name, " must be of the one type that this argument has, got type ", b.type);
     require(b.bytes == count * int64_t(sizeof(T)), name, " must have ", count, " elements of ", sizeof(T), " bytes, got ", b.bytes,
             " bytes");
     require(b.address != 0 || count == 0, name, " has no memory: its address is null");
@@ -75,6 +78,28 @@ T *checked(const char *name, const Buffer &b, int64_t count) {
 // The same for a tensor that may be absent; then null.
 template <class T>
 T *checked_if_any(const char *name, const Buffer &b, int64_t count) { return b.absent() ? nullptr : checked<T>(name, b, count); }
+
+// Floating numbers of any type.
+struct Floats {
+    void *address = nullptr;
+    qlangevin::FloatType type = qlangevin::kFloat32;
+    bool is_half() const { return address && type != qlangevin::kFloat32; }
+    float *wide() const { return static_cast<float *>(address); }
+    uint16_t *half() const { return static_cast<uint16_t *>(address); }
+};
+
+// Returns `count` floating numbers.
+inline Floats checked_floats(const char *name, Buffer b, int64_t count) {
+    const int type = b.type;
+    require(type >= qlangevin::kFloat32 && type <= qlangevin::kFloat16, "there is no floating type number ", type);
+    b.type = qlangevin::kFloat32;
+    void *address = type == qlangevin::kFloat32 ? static_cast<void *>(checked<float>(name, b, count)) : checked<uint16_t>(name, b, count);
+    return {address, qlangevin::FloatType(type)};
+}
+
+inline Floats checked_floats_if_any(const char *name, const Buffer &b, int64_t count) {
+    return b.absent() ? Floats{} : checked_floats(name, b, count);
+}
 
 // Returns codes of `count` elements on a grid, with an exponent for each of its blocks.
 inline Codes checked_codes(const Buffer &codes, const Buffer &exponents, int code_bytes, int64_t count, const Grid &grid) {
@@ -134,14 +159,18 @@ namespace nanobind::detail {
 
 template <>
 struct type_caster<Buffer> {
-    NB_TYPE_CASTER(Buffer, const_name("tuple[int, int] | None"))
+    NB_TYPE_CASTER(Buffer, const_name("tuple[int, int] | tuple[int, int, int] | None"))
 
     bool from_python(handle source, uint8_t, cleanup_list *) noexcept {
         value = {};
         if (source.is_none()) return true;
-        if (!PyTuple_Check(source.ptr()) || PyTuple_Size(source.ptr()) != 2) return false;
+        if (!PyTuple_Check(source.ptr())) return false;
+        const Py_ssize_t parts = PyTuple_Size(source.ptr());
+        if (parts != 2 && parts != 3) return false;
         value.address = PyLong_AsUnsignedLongLong(PyTuple_GetItem(source.ptr(), 0));
         value.bytes = PyLong_AsLongLong(PyTuple_GetItem(source.ptr(), 1));
+        const long type = parts == 3 && !PyErr_Occurred() ? PyLong_AsLong(PyTuple_GetItem(source.ptr(), 2)) : 0;
+        value.type = type >= 0 && type <= qlangevin::kFloat16 ? int(type) : -1;
         if (!PyErr_Occurred()) return true;
         PyErr_Clear();
         return false;

@@ -135,8 +135,16 @@ bool encode_inside(const Recode &r, int64_t begin, int64_t end) {
     return encode_within(r, begin, end, r.grid.high > -r.grid.low ? r.grid.high : -r.grid.low);
 }
 
+// Fixed point goes one further down than up, and a code may have room for what is one too far.
+bool exceeds(const float *value, int64_t n, float high) {
+    F most = {};
+    lanes(n, [&](int64_t i, auto part) { most = greater(part.load(value + i), most); });
+    return any(most > high);
+}
+
 bool encode_exactly_range(const Recode &r, int64_t begin, int64_t end) {
     if (!encode_inside(r, begin, end)) return false;
+    if (r.grid.kind == Grid::kFixed && exceeds(r.values + begin, end - begin, r.grid.high)) return false;
     if (r.codes.bytes == 1) return same_as<int8_t>(r, begin, end);
     return r.codes.bytes == 2 ? same_as<int16_t>(r, begin, end) : same_as<int32_t>(r, begin, end);
 }

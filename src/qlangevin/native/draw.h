@@ -197,12 +197,17 @@ void corrected_float(M mu, V v, float *out, int64_t at, int64_t n, const Grid &g
         const I e = lesser(greater(float_gap<kTiny>(total, grid), ceil_log2(room)), I{} + grid.max_gap);
         const Gaps<kTiny> g(e);
         const Point p = M::divided(mu.template in<false>(g, i, part));
-        const F s = g.variance_of(variance);
-        const I gaussian = (s > 0.25f) & (reaches(p.y(), s) <= grid.top);
+        const F s = g.variance_of(variance), spread = sigma * g.lift * g.inverse;  // the root of s, where that is not bounded
+        const I gaussian = (s > 0.25f) & (magnitude(p.y()) + spread * kNormalBound + 1.5f <= grid.top);
+        if (!any(~gaussian)) {
+            part.store(out + i, onto(settle_gaussian(p, s, h, xi) * g.gap, g.down, grid.low, grid.high, total));
+            return;
+        }
         const I twice = ~gaussian & ~feasible(Nearest(p), s, grid.top) & (e < grid.max_gap);
+        const bool wider = any(twice);
         const F half = twice ? all(0.5f) : all(1.0f);
-        const Point q = any(twice) ? mu.in_wider(g, half, i, part) : p;
-        const F three = settle_wide(q, s * (half * half), h, grid.top) / half;
+        const F three = wider ? settle_wide(mu.in_wider(g, half, i, part), s * (half * half), h, grid.top) / half
+                              : settle_wide(p, s, h, grid.top);
         const F code = any(gaussian) ? (gaussian ? settle_gaussian(p, s, h, xi) : three) : three;
         part.store(out + i, onto(code * g.gap, g.down, grid.low, grid.high, total));
     });

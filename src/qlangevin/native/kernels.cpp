@@ -1,12 +1,17 @@
 // The kernels, compiled once for each instruction set; QL_LEVEL names it. See kernels.h for what each does.
 #include "blocks.h"
 #include "codes.h"
+#include "half.h"
 
 namespace {
 
 // ---- all formats: n elements at x, which begin at index `at` of the tensor, to out
 
 inline bool tiny(const Grid &grid) { return grid.min_gap < -100; }
+
+// The same if noise keeps gaps of floats far from the least.
+inline bool tiny(const Grid &grid, Same v) { return tiny(grid) && v.value < 0x1p-100f; }
+inline bool tiny(const Grid &grid, Each) { return tiny(grid); }
 
 void nearest(const float *x, float *out, int64_t n, const Grid &grid) {
     switch (grid.kind) {
@@ -58,7 +63,7 @@ void corrected(M mu, V v, float *out, int64_t at, int64_t n, const Grid &grid, c
     switch (grid.kind) {
         case Grid::kFixed: return corrected_fixed(mu, v, out, at, n, grid, centered, normal);
         case Grid::kFloat:
-            return (tiny(grid) ? corrected_float<true, M, V> : corrected_float<false, M, V>)(mu, v, out, at, n, grid, centered, normal);
+            return (tiny(grid, v) ? corrected_float<true, M, V> : corrected_float<false, M, V>)(mu, v, out, at, n, grid, centered, normal);
         default: return corrected_block(mu, v, out, at, n, grid, centered, normal);
     }
 }
@@ -153,5 +158,6 @@ namespace qlangevin {
 extern const Kernels QL_NAME(QL_LEVEL);
 const Kernels QL_NAME(QL_LEVEL) = {QL_STRING(QL_LEVEL), quantize_range,       step_range,   encode_range,
                                    decode_range,        relu_with_codes_range,        encode_exactly_range,
-                                   random_range,        finite_range};
+                                   random_range,        finite_range,         widen,        narrow,
+                                   finite_half};
 }  // namespace qlangevin

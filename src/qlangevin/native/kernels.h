@@ -33,6 +33,9 @@ struct Codes {
     int32_t bytes;
 };
 
+// Floating types of tensors. Kernels compute in float32; numbers of the others are widened first and narrowed afterwards.
+enum FloatType : int32_t { kFloat32, kBFloat16, kFloat16 };
+
 struct Quantize {
     const float *x;
     const float *move;  // if not null: x + move is rounded, a sum that is never rounded to float first; not with kNearest
@@ -79,6 +82,9 @@ struct Kernels {
     bool (*encode_exactly)(const Recode &, int64_t begin, int64_t end);  // true if the codes decode to the same bits
     void (*random)(const Source &, uint32_t purpose, bool normal, float *out, int64_t begin, int64_t end);
     bool (*finite)(const float *, int64_t begin, int64_t end);
+    void (*widen)(const uint16_t *, FloatType, float *, int64_t count);   // to float32, exactly
+    void (*narrow)(const float *, FloatType, uint16_t *, int64_t count);  // from float32, half to even
+    bool (*finite_half)(const uint16_t *, FloatType, int64_t count);
 };
 
 constexpr int64_t kTile = 64;  // elements that share counters; ranges of elementwise work begin at multiples of it

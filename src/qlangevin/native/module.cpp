@@ -12,50 +12,15 @@
 #include <vector>
 
 #include "checks.h"
-#include "kernels.h"
+#include "levels.h"
 #include "parallel.h"
+#include "typed.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
 using namespace qlangevin;
 
-namespace qlangevin {
-extern const Kernels kernels_baseline;
-#ifdef QL_X86
-extern const Kernels kernels_avx2, kernels_avx512;
-#endif
-}  // namespace qlangevin
-
 namespace {
-
-std::vector<const Kernels *> supported() {
-    std::vector<const Kernels *> levels = {&kernels_baseline};
-#ifdef QL_X86
-    __builtin_cpu_init();
-    if (__builtin_cpu_supports("avx2")) levels.push_back(&kernels_avx2);
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-        __builtin_cpu_supports("avx512vl"))
-        levels.push_back(&kernels_avx512);
-#endif
-    return levels;
-}
-
-const Kernels *kernels = supported().back();
-
-std::vector<std::string> levels() {
-    std::vector<std::string> names;
-    for (const Kernels *k : supported()) names.emplace_back(k->name);
-    return names;
-}
-
-void use_level(const std::string &name) {
-    for (const Kernels *k : supported())
-        if (name == k->name) {
-            kernels = k;
-            return;
-        }
-    throw std::invalid_argument("this machine has no level " + name);
-}
 
 // (seed, stream) to a key, as in quantization/random.py: Philox4x32-7 of (stream, 0, 0) under the seed.
 Source source(uint64_t seed, uint64_t stream, uint64_t step) {
@@ -78,8 +43,8 @@ bool quantize(const Buffer &x, const Buffer &out, int64_t numel, const Grid &gri
     Plan plan;
     plan.add(numel, checked_unit({&grid}, numel));
     Quantize job{};
-    job.x = checked<const float>("x", x, numel);
-    job.out = checked<float>("out", out, numel);
+    const Floats from = checked_floats("x", x, numel), to = checked_floats("out", out, numel);
+    require(from.type == to.type, "x and out must be of one floating type, got types ", int(from.type), " and ", int(to.type));
     job.move = checked_if_any<const float>("move", move, numel);
     if (job.move && rounding == kNearest) throw std::invalid_argument("a move is not rounded to nearest; add it first");
     job.grid = grid;
@@ -90,76 +55,103 @@ bool quantize(const Buffer &x, const Buffer &out, int64_t numel, const Grid &gri
     job.variances = checked_if_any<const float>("variances", variances, numel);
     job.positive = checked_if_any<const int8_t>("positive", positive, numel);
     if (!codes.absent()) job.codes = checked_codes(codes, exponents, code_bytes, numel, grid);
-    return plan.all(threads, [&](const Range &r) { return kernels->quantize(job, r.begin, r.end); });
+    return plan.all(threads, [&](const Range &r) {
+        const Wide wide(from, r, true);
+        Quantize part = job;
+        part.x = wide.from(), part.out = to.is_half() ? wide.from() : to.wide();
+        const bool good = kernels->quantize(part, r.begin, r.end);
+        wide.narrow(to);
+        return good;
+    });
 }
 
 // Makes a step, all of whose memory is checked.
-void make_step(Step *self, const Buffer &theta, const Buffer &codes, const Buffer &exponents, int code_bytes,
+void make_step(TypedStep *self, const Buffer &theta, const Buffer &codes, const Buffer &exponents, int code_bytes,
                const Buffer &accumulator, const Buffer &gradient, int64_t numel, const Grid &weights, const Grid &gradients,
                const Grid &accumulators, uint64_t seed, uint64_t stream, uint64_t step) {
     check_call(numel, 1);
     checked_unit({&weights, &gradients, &accumulators}, numel);
     require(numel == 0 || theta.absent() != codes.absent(), "a step needs theta or its codes, and not both");
-    Step *s = new (self) Step{};
-    s->theta = checked_if_any<float>("theta", theta, numel);
+    TypedStep *made = new (self) TypedStep{};
+    made->theta = checked_floats_if_any("theta", theta, numel);
+    made->gradient = checked_floats("gradient", gradient, numel);
+    Step *s = &made->step;
     if (theta.absent() && numel) s->codes = checked_codes(codes, exponents, code_bytes, numel, weights);
     s->accumulator = checked_if_any<float>("accumulator", accumulator, numel);
-    s->gradient = checked<const float>("gradient", gradient, numel);
     s->numel = numel;
     s->weights = weights, s->gradients = gradients, s->accumulators = accumulators;
     s->source = source(seed, stream, step);
 }
 
-void sgld(std::vector<Step> steps, int rounding, float lr, float weight_decay, float variance, bool maximize, int threads) {
+void sgld(std::vector<TypedStep> steps, int rounding, float lr, float weight_decay, float variance, bool maximize, int threads) {
     check_call(0, threads);
     check_finite("lr", lr);
     check_finite("weight_decay", weight_decay);
     check_variance(variance);
     const Rounding law = checked_rounding(rounding);
     Plan plan;
-    for (Step &s : steps) {
+    for (TypedStep &typed : steps) {
+        Step &s = typed.step;
         s.rounding = law, s.lr = lr, s.weight_decay = weight_decay, s.variance = variance, s.maximize = maximize;
         plan.add(s.numel, checked_unit({&s.weights, &s.gradients, &s.accumulators}, s.numel));
     }
     plan.run(threads, [&] {
         return [&, scratch = std::unique_ptr<float[]>(), size = int64_t(0)](const Range &r) mutable {
-            const int64_t needed = 2 * (r.end - r.begin);
+            const TypedStep &typed = steps[r.tensor];
+            const int64_t needed = typed.scratch_per_element() * (r.end - r.begin);
             if (needed > size) scratch.reset(new float[size_t(size = needed)]);
-            kernels->step(steps[r.tensor], r.begin, r.end, scratch.get());
+            typed.run(r, scratch.get());
         };
     });
 }
 
 // A conversion between numbers and codes, all of whose memory has been checked, and its plan.
 struct Recoding {
+    Floats values;
     Recode job;
     Plan plan;
 
-    Recoding(const Buffer &values, const Buffer &codes, const Buffer &exponents, int code_bytes, int64_t numel, const Grid &grid,
+    Recoding(const Buffer &numbers, const Buffer &codes, const Buffer &exponents, int code_bytes, int64_t numel, const Grid &grid,
              int threads) {
         check_call(numel, threads);
         plan.add(numel, checked_unit({&grid}, numel));
-        job = {checked<float>("values", values, numel), checked_codes(codes, exponents, code_bytes, numel, grid), grid};
+        values = checked_floats("values", numbers, numel);
+        job = {values.wide(), checked_codes(codes, exponents, code_bytes, numel, grid), grid};
     }
+    Recode over(const Wide &wide) const { return {wide.from(), job.codes, job.grid}; }
 };
 
 void encode(const Buffer &values, const Buffer &codes, const Buffer &exponents, int code_bytes, int64_t numel, const Grid &grid,
             int threads) {
     const Recoding r(values, codes, exponents, code_bytes, numel, grid, threads);
-    r.plan.run(threads, [&] { return [&](const Range &part) { kernels->encode(r.job, part.begin, part.end); }; });
+    r.plan.run(threads, [&] {
+        return [&](const Range &part) { kernels->encode(r.over(Wide(r.values, part, true)), part.begin, part.end); };
+    });
 }
 
 void decode(const Buffer &values, const Buffer &codes, const Buffer &exponents, int code_bytes, int64_t numel, const Grid &grid,
             int threads) {
     const Recoding r(values, codes, exponents, code_bytes, numel, grid, threads);
-    r.plan.run(threads, [&] { return [&](const Range &part) { kernels->decode(r.job, part.begin, part.end); }; });
+    r.plan.run(threads, [&] {
+        return [&](const Range &part) {
+            const Wide wide(r.values, part, false);
+            kernels->decode(r.over(wide), part.begin, part.end);
+            wide.narrow(r.values);
+        };
+    });
 }
 
 bool relu_with_codes(const Buffer &x, const Buffer &out, const Buffer &codes, const Buffer &exponents, int code_bytes,
                      int64_t numel, const Grid &grid, int threads) {
     const Recoding r(out, codes, exponents, code_bytes, numel, grid, threads);
-    const float *from = checked<const float>("x", x, numel);
-    return r.plan.all(threads, [&](const Range &part) { return kernels->relu_with_codes(from, r.job, part.begin, part.end); });
+    const Floats from = checked_floats("x", x, numel);
+    require(from.type == r.values.type, "x and out must be of one floating type, got types ", int(from.type), " and ", int(r.values.type));
+    return r.plan.all(threads, [&](const Range &part) {
+        const Wide wide(from, part, true);
+        const bool good = kernels->relu_with_codes(wide.from(), from.is_half() ? r.over(wide) : r.job, part.begin, part.end);
+        wide.narrow(r.values);
+        return good;
+    });
 }
 
 bool encode_exactly(const Buffer &values, const Buffer &codes, const Buffer &exponents, int code_bytes, int64_t numel,
@@ -167,7 +159,8 @@ bool encode_exactly(const Buffer &values, const Buffer &codes, const Buffer &exp
     const Recoding r(values, codes, exponents, code_bytes, numel, grid, threads);
     std::atomic<bool> same{true};  // the first difference ends the work
     return r.plan.all(threads, [&](const Range &part) {
-        const bool good = same.load(std::memory_order_relaxed) && kernels->encode_exactly(r.job, part.begin, part.end);
+        const bool good = same.load(std::memory_order_relaxed) &&
+                          kernels->encode_exactly(r.over(Wide(r.values, part, true)), part.begin, part.end);
         if (!good) same = false;
         return good;
     });
@@ -191,16 +184,20 @@ void draw(const Buffer &out, int64_t numel, bool normal, uint64_t seed, uint64_t
 int64_t first_not_finite(const std::vector<Buffer> &tensors, int threads) {
     check_call(0, threads);
     Plan plan;
-    std::vector<const float *> numbers;
+    std::vector<Floats> numbers;
     for (const Buffer &t : tensors) {
-        numbers.push_back(checked<const float>("a tensor", t, t.bytes / int64_t(sizeof(float))));
+        const int64_t count = t.bytes / int64_t(t.type == kFloat32 ? sizeof(float) : sizeof(uint16_t));
+        numbers.push_back(checked_floats("a tensor", t, count));
         check_call(t.bytes, threads);
-        plan.add(t.bytes / int64_t(sizeof(float)), kTile);
+        plan.add(count, kTile);
     }
     std::atomic<int64_t> first{INT64_MAX};
     plan.run(threads, [&] {
         return [&](const Range &r) {
-            if (kernels->finite(numbers[r.tensor], r.begin, r.end)) return;
+            const Floats &t = numbers[r.tensor];
+            if (t.is_half() ? kernels->finite_half(t.half() + r.begin, t.type, r.end - r.begin)
+                            : kernels->finite(t.wide(), r.begin, r.end))
+                return;
             int64_t seen = first.load(), mine = int64_t(r.tensor);
             while (mine < seen && !first.compare_exchange_weak(seen, mine)) {}
         };
@@ -220,7 +217,7 @@ NB_MODULE(_kernels, m) {
             check_grid(*new (grid) Grid{kind, shift, min_gap, max_gap, top, low, high, line, size});
         },
         nb::kw_only(), "kind"_a, "shift"_a, "min_gap"_a, "max_gap"_a, "top"_a, "low"_a, "high"_a, "line"_a, "size"_a);
-    nb::class_<Step>(m, "Step").def(
+    nb::class_<TypedStep>(m, "Step").def(
         "__init__", &make_step, nb::kw_only(), "theta"_a.none(), "codes"_a.none(), "exponents"_a.none(), "code_bytes"_a,
         "accumulator"_a.none(), "gradient"_a, "numel"_a, "weights"_a, "gradients"_a, "accumulators"_a, "seed"_a, "stream"_a,
         "step"_a);
@@ -243,7 +240,7 @@ NB_MODULE(_kernels, m) {
     m.def("first_not_finite", &first_not_finite, "tensors"_a, "threads"_a);
 
     // Numbers that Python defines too; a test compares them.
-    nb::dict purposes, roundings, kinds;
+    nb::dict purposes, roundings, kinds, types;
     purposes["rounding"] = int(kRounding);
     purposes["noise"] = int(kNoise);
     purposes["choice"] = int(kChoice);
@@ -255,6 +252,9 @@ NB_MODULE(_kernels, m) {
     purposes["activation_rest"] = int(kActivationRest);
     purposes["error_rest"] = int(kErrorRest);
     purposes["coin"] = int(kCoin);
+    types["float32"] = int(kFloat32);
+    types["bfloat16"] = int(kBFloat16);
+    types["float16"] = int(kFloat16);
     roundings["nearest"] = int(kNearest);
     roundings["stochastic"] = int(kStochastic);
     roundings["corrected"] = int(kCorrected);
@@ -265,4 +265,5 @@ NB_MODULE(_kernels, m) {
     m.attr("PURPOSES") = purposes;
     m.attr("ROUNDINGS") = roundings;
     m.attr("GRID_KINDS") = kinds;
+    m.attr("FLOAT_TYPES") = types;
 }

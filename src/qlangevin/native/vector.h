@@ -93,6 +93,29 @@ inline void store_bytes(int8_t *p, I x) {
 }
 #endif
 
+// The same for words of 16 bits, without sign; what is stored has no other bits.
+#if defined(__AVX512F__)
+inline U load_words(const uint16_t *p) { return (U)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)); }
+inline void store_words(uint16_t *p, U x) { _mm256_storeu_si256((__m256i *)p, _mm512_cvtepi32_epi16((__m512i)x)); }
+#elif defined(__AVX2__)
+inline U load_words(const uint16_t *p) { return (U)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p)); }
+inline void store_words(uint16_t *p, U x) {
+    const __m256i words = _mm256_packus_epi32((__m256i)x, (__m256i)x), joined = _mm256_permute4x64_epi64(words, 0x08);
+    _mm_storeu_si128((__m128i *)p, _mm256_castsi256_si128(joined));
+}
+#else
+typedef uint16_t Words __attribute__((vector_size(2 * kWidth)));
+inline U load_words(const uint16_t *p) {
+    Words x;
+    __builtin_memcpy(&x, p, sizeof x);
+    return __builtin_convertvector(x, U);
+}
+inline void store_words(uint16_t *p, U x) {
+    const Words words = __builtin_convertvector(x, Words);
+    __builtin_memcpy(p, &words, sizeof words);
+}
+#endif
+
 // A piece of memory: a full vector, or the shorter one at the end (missing lanes read as zero).
 struct Full {
     static constexpr int64_t count = kWidth;
@@ -104,6 +127,8 @@ struct Full {
     void store(float *p, F x) const { __builtin_memcpy(p, &x, sizeof x); }
     I load(const int8_t *p) const { return load_bytes(p); }
     void store(int8_t *p, I x) const { store_bytes(p, x); }
+    U load(const uint16_t *p) const { return load_words(p); }
+    void store(uint16_t *p, U x) const { store_words(p, x); }
 };
 struct Part {
     int64_t count;
@@ -122,6 +147,16 @@ struct Part {
         int8_t all[kWidth];
         store_bytes(all, x);
         __builtin_memcpy(p, all, std::size_t(count));
+    }
+    U load(const uint16_t *p) const {
+        uint16_t all[kWidth] = {};
+        __builtin_memcpy(all, p, std::size_t(count) * sizeof(uint16_t));
+        return load_words(all);
+    }
+    void store(uint16_t *p, U x) const {
+        uint16_t all[kWidth];
+        store_words(all, x);
+        __builtin_memcpy(p, all, std::size_t(count) * sizeof(uint16_t));
     }
 };
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import numbers
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal, cast
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from .block_rounding import BlockGrid, draw_blocks
 from .format_base import (
     FLOAT32_MIN_EXPONENT,
     Draws,
+    DtypeLimits,
     Format,
     GridKind,
     KernelGrid,
@@ -29,7 +31,8 @@ from .laws import Mean
 
 __all__ = ["BlockFloat"]
 
-NAME = re.compile(r"bfp(\d+)(?:e(\d+))?(?:/(row|tensor|\d+))?")
+NAME = re.compile(r"bfp(\d+)(?:e(\d+))?(?:/(row|tensor|\d+))?(?:@(bf16|fp16))?")
+HALF = {"bf16": DtypeLimits.of(torch.bfloat16), "fp16": DtypeLimits.of(torch.float16)}
 
 
 @dataclass(frozen=True)
@@ -43,13 +46,17 @@ class BlockFloat(Format):
     The code of a number is the integer value / Δ; E is kept in the exponents, one int8 for each block in order. Codes are
     symmetric, -N .. N with N = 2^(W-1) - 1, as in the reference implementation. The code -2^(W-1) is not used: with it
     -2^(E+1) could be written with the exponent E and with E + 1, and quantizing would not be idempotent.
+
+    ``inside`` clips E further, so that half precision, ``"bf16"`` or ``"fp16"``, holds every number: Δ is no less than its least
+    number and N Δ no more than its greatest. Tensors of these dtypes are rounded to that grid whatever is asked for (`within`).
     """
 
     bits: int
     block: Literal["row", "tensor"] | int = "row"
     exp_bits: int = 8
+    inside: Literal["bf16", "fp16"] | None = None
 
-    narrower: ClassVar[str] = "fewer exponent bits (bfp8e7, say)"
+    narrower: ClassVar[str] = "fewer bits (bfp8, say)"
     has_exponents: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -59,6 +66,10 @@ class BlockFloat(Format):
             check_field(self, "block", 1, 2**31 - 1)
         elif self.block not in ("row", "tensor"):
             raise ValueError(f"block must be 'row', 'tensor' or a group size, got {self.block!r}")
+        if self.inside is not None and (self.inside not in HALF or self.digits > HALF[self.inside].digits):
+            raise ValueError(
+                f"inside must be None, 'bf16' for at most 9 bits or 'fp16' for at most 12, got {self.inside!r} with {self.bits} bits"
+            )
         if self.min_gap_exponent < FLOAT32_MIN_EXPONENT:
             raise ValueError(
                 f"bits={self.bits} with exp_bits={self.exp_bits} needs numbers down to 2^{self.min_gap_exponent}, below "
@@ -69,12 +80,13 @@ class BlockFloat(Format):
     def from_name(cls, name: str) -> BlockFloat | None:
         if not (match := NAME.fullmatch(name)):
             return None
-        bits, exp_bits, block = match[1], match[2] or 8, match[3] or "row"
-        return cls(int(bits), int(block) if block.isdigit() else block, int(exp_bits))  # type: ignore[arg-type]
+        bits, exp_bits, block, inside = match[1], match[2] or 8, match[3] or "row", match[4]
+        return cls(int(bits), int(block) if block.isdigit() else block, int(exp_bits), inside)  # type: ignore[arg-type]
 
     def __str__(self) -> str:
         exponent = "" if self.exp_bits == 8 else f"e{self.exp_bits}"
-        return f"bfp{self.bits}{exponent}" + ("" if self.block == "row" else f"/{self.block}")
+        block = "" if self.block == "row" else f"/{self.block}"
+        return f"bfp{self.bits}{exponent}{block}" + (f"@{self.inside}" if self.inside else "")
 
     @property
     def top(self) -> int:
@@ -88,11 +100,19 @@ class BlockFloat(Format):
 
     @property
     def min_gap_exponent(self) -> int:
-        return -(1 << (self.exp_bits - 1)) - self.bits + 2
+        own = -(1 << (self.exp_bits - 1)) - self.bits + 2
+        return max(own, HALF[self.inside].least) if self.inside else own
 
     @property
     def max_gap_exponent(self) -> int:
-        return (1 << (self.exp_bits - 1)) - 1 - self.bits + 2
+        own = (1 << (self.exp_bits - 1)) - 1 - self.bits + 2
+        return min(own, math.frexp(HALF[self.inside].most / self.top)[1] - 1) if self.inside else own
+
+    def within(self, limits: DtypeLimits) -> BlockFloat:
+        if limits.digits < self.digits or (limits.least <= self.min_gap_exponent and self.high <= limits.most):
+            return self
+        inside = next((name for name, half in HALF.items() if half == limits), None)
+        return self if inside is None else replace(self, inside=cast(Any, inside))
 
     @property
     def low(self) -> float:

@@ -14,7 +14,8 @@ from torch import Tensor
 from . import operators
 from .backend import Kernels, kernels_for
 from .code_memory import check_codes, check_storage, packed_shape
-from .formats import FP32, Format, parse
+from .format_base import DtypeLimits
+from .formats import FP32, Format, fit_dtype, parse
 
 __all__ = [
     "decode_op",
@@ -27,27 +28,34 @@ __all__ = [
     "unpack_codes",
 ]
 
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # that codes are made of
+
 
 @operators.operator("encode")
 def encode_op(values: Tensor, format: str) -> tuple[Tensor, Tensor]:
-    """Return (codes, exponents) of float32 numbers on the grid; formats without blocks have no exponents."""
-    parsed = parse(format)
-    _check_numbers(values, parsed)
+    """Return (codes, exponents) of float32, bfloat16 or float16 numbers on the grid of their dtype.
+
+    Formats without blocks have no exponents.
+    """
+    parsed = _check_numbers(values, parse(format))
     values = values.contiguous()
     kernels = kernels_for(values)
-    if kernels is None:
-        return parsed.encode(values)
+    if kernels is None or values.dtype not in kernels.floats:
+        return parsed.encode(values.to(torch.float32))
     codes, exponents = empty_codes(values, parsed)
     kernels.encode(values, codes, exponents, parsed)
     return codes, exponents
 
 
-def _check_numbers(values: Tensor, format: Format) -> None:
-    """Raise ValueError for what is no float32 tensor, or holds a number out of range, which has no code."""
-    if values.dtype != torch.float32:
-        raise ValueError(f"only float32 numbers can be encoded, got {values.dtype}; convert them with .float() first")
+def _check_numbers(values: Tensor, format: Format) -> Format:
+    """Return the format on which numbers are encoded; raise ValueError for other dtypes, and numbers that have no code."""
+    if values.dtype not in FLOATS:
+        raise ValueError(
+            f"only float32, bfloat16 and float16 numbers can be encoded, got {values.dtype}; convert them with .float() first"
+        )
+    format = fit_dtype(format, values.dtype)
     if values.numel() == 0:
-        return
+        return format
     check_storage(values)
     least, most = torch.aminmax(values)
     low, high = least.item(), most.item()
@@ -60,6 +68,7 @@ def _check_numbers(values: Tensor, format: Format) -> None:
             f"cannot encode numbers from {low:.6g} to {high:.6g} as {format}, which has those from {format.low:.6g} to "
             f"{format.high:.6g}; round them first, with quantize"
         )
+    return format
 
 
 @operators.operator("decode")
@@ -73,16 +82,19 @@ def decode_op(codes: Tensor, exponents: Tensor | None, format: str) -> Tensor:
 
 
 def decode_values(
-    codes: Tensor, exponents: Tensor | None, format: Format, spoiled: Tensor | None = None
+    codes: Tensor, exponents: Tensor | None, format: Format, spoiled: Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> Tensor:  # fmt: skip
-    """Return the float32 numbers that codes stand for, NaN throughout if ``spoiled`` is 1.
+    """Return the numbers that codes stand for, in a floating dtype; NaN throughout if ``spoiled`` is 1.
+
+    A number that the dtype does not have, of a block whose exponent it does not reach, is rounded as ``.to(dtype)`` would.
 
     Skips the operator, which costs more than a small tensor does.
     """
     if type(codes) is Tensor and (kernels := _kernels_for(codes, exponents)) is not None:
-        return _decode(codes, exponents, format, kernels, spoiled)
+        return _decode(codes, exponents, format, kernels, spoiled, dtype)
     check_codes(codes, exponents, format, codes.shape, packed=False)
-    result: Tensor = decode_op(codes, exponents, str(format))
+    result: Tensor = decode_op(codes, exponents, str(format)).to(dtype)
     return result if spoiled is None else torch.where(spoiled != 0, torch.nan, result)
 
 
@@ -91,27 +103,31 @@ def _kernels_for(codes: Tensor, exponents: Tensor | None) -> Kernels | None:
 
 
 def _decode(
-    codes: Tensor, exponents: Tensor | None, format: Format, kernels: Kernels | None, spoiled: Tensor | None = None
-) -> Tensor:
+    codes: Tensor, exponents: Tensor | None, format: Format, kernels: Kernels | None, spoiled: Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:  # fmt: skip
     codes = codes.contiguous()
     if kernels is None or format == FP32:
         check_codes(codes, exponents, format, codes.shape, packed=False)
-        return format.decode(codes, exponents)
-    values = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
+        return format.decode(codes, exponents).to(dtype)
+    taken = dtype if dtype in kernels.floats else torch.float32
+    values = torch.empty(codes.shape, dtype=taken, device=codes.device)
     kernels.decode(values, codes, exponents, format, spoiled=spoiled)  # which checks the same
-    return values
+    return values if taken is dtype else values.to(dtype)
 
 
 def encode_exactly(values: Tensor, format: Format) -> tuple[Tensor, Tensor] | None:
-    """Return (codes, exponents) of contiguous float32 numbers if they decode to the same bits; None if not.
+    """Return (codes, exponents) of contiguous numbers if they decode to the same bits; None if not.
 
-    None also for formats whose codes would be as large as the numbers.
+    None also for formats whose codes would be as large as float32. Half precision is tried on the grid clipped to its range.
     """
     if format.storage_bits >= 32:
         return None
+    if values.dtype is not torch.float32:
+        format = format.within(DtypeLimits.of(values.dtype))
     kernels = kernels_for(values)
-    if kernels is None:
-        return _encode_exactly(values, format)
+    if kernels is None or values.dtype not in kernels.floats:
+        return _encode_exactly(values.to(torch.float32), format)
     codes, exponents = empty_codes(values, format)
     return (codes, exponents) if kernels.encode_exactly(values, codes, exponents, format) else None
 

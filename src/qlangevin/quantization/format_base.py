@@ -5,6 +5,7 @@ All grids are subsets of float32, so a number on a grid can be held exactly by a
 
 from __future__ import annotations
 
+import math
 import numbers
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from .laws import FAR, Law, Mean
 
-__all__ = ["Draws", "Format", "GridKind", "KernelGrid", "binade", "ceil_log2", "power_of_two"]
+__all__ = ["Draws", "DtypeLimits", "Format", "GridKind", "KernelGrid", "binade", "ceil_log2", "power_of_two"]
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
 FLOAT32_MIN_EXPONENT = -149  # 2^-149 is the least positive float32
@@ -43,6 +44,21 @@ class KernelGrid(NamedTuple):
     size: int = 1  # ... each cut into blocks of this size, the last shorter
 
 
+class DtypeLimits(NamedTuple):
+    """Numbers that a floating dtype holds: up to ``digits`` binary digits, multiples of 2^least up to ``most``."""
+
+    digits: int
+    least: int
+    most: float
+
+    @classmethod
+    def of(cls, dtype: torch.dtype) -> DtypeLimits:
+        """Return the limits of a dtype."""
+        info = torch.finfo(dtype)
+        digits = 1 - round(math.log2(info.eps))
+        return cls(digits, round(math.log2(info.smallest_normal)) - digits + 1, info.max)
+
+
 class Draws(NamedTuple):
     """Random numbers of a draw, like its tensor: h centered uniform, ξ normal; ``coins`` makes more h, which blocks may need."""
 
@@ -65,8 +81,9 @@ class Format(ABC):
         kernel_grid                             the description its kernels read
 
     and overrides what does not fit: `is_representable` and `largest_multiple` if codes are bounded more tightly than by
-    ``low .. high``, `step` if Δ is constant, `value_count` and `values` if elements stand alone. If blocks of elements share
-    an exponent: `has_exponents`, `block_count`, `group_size`, `keeps_blocks`, `cuts_blocks` and `stacked`.
+    ``low .. high``, `step` if Δ is constant, `value_count` and `values` if elements stand alone, `within` if its range can be
+    clipped. If blocks of elements share an exponent: `has_exponents`, `block_count`, `group_size`, `keeps_blocks`,
+    `cuts_blocks` and `stacked`.
     """
 
     narrower: ClassVar[str] = "a narrower format"  # a remedy where a dtype cannot hold all numbers of the format
@@ -112,6 +129,10 @@ class Format(ABC):
         return CODE_DTYPES[self.storage_bits]
 
     # ---- the grid
+
+    def within(self, limits: DtypeLimits) -> Format:
+        """Return the format, or if it allows that, the same clipped to the range of numbers that a dtype holds."""
+        return self
 
     @property
     def step(self) -> float | None:

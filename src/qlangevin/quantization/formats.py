@@ -6,7 +6,6 @@ codes, and how Q^vc is drawn on it; see `Format` for all of it. `rounding` has t
 
 from __future__ import annotations
 
-import math
 from dataclasses import fields
 from functools import lru_cache
 from typing import Any, cast
@@ -16,7 +15,7 @@ import torch
 from .block_float import BlockFloat
 from .fixed_point import FixedPoint
 from .floating_point import BF16, FP8_E4M3, FP8_E5M2, FP16, FP32, Float
-from .format_base import FLOAT32_MAX, Format, GridKind, KernelGrid, binade, power_of_two
+from .format_base import FLOAT32_MAX, DtypeLimits, Format, GridKind, KernelGrid, binade, power_of_two
 
 __all__ = [
     "BF16",
@@ -35,6 +34,7 @@ __all__ = [
     "binade",
     "check_format",
     "check_holds",
+    "fit_dtype",
     "parse",
     "power_of_two",
 ]
@@ -73,16 +73,27 @@ def check_format(format: object) -> Format:
         raise ValueError(f"{type(format).__name__} has fields that no format has: {error}") from error
 
 
-def check_holds(dtype: torch.dtype, format: Format) -> None:
-    """Raise TypeError or ValueError if a dtype cannot hold every number of the format exactly."""
+@lru_cache(maxsize=1024)
+def fit_dtype(format: Format, dtype: torch.dtype) -> Format:
+    """Return the format that tensors of a dtype are rounded to: the given one, clipped to the numbers that the dtype holds.
+
+    Block floating point clips the exponents of its blocks, others do not change. Raise TypeError or ValueError if the dtype
+    still cannot hold every number exactly.
+    """
     if not dtype.is_floating_point:
         raise TypeError(f"expected a real floating-point tensor, got {dtype}; convert it with .float() first")
-    info = torch.finfo(dtype)
-    digits = 1 - round(math.log2(info.eps))
-    least = round(math.log2(info.smallest_normal)) - digits + 1
-    if format.digits > digits or format.min_gap_exponent < least or format.high > info.max:
+    limits = DtypeLimits.of(dtype)
+    fitted = format.within(limits)
+    digits, least, most = limits
+    if fitted.digits > digits or fitted.min_gap_exponent < least or fitted.high > most:
         raise ValueError(
             f"{dtype} cannot hold every number of {format}: it has {digits} binary digits and goes from 2^{least} to "
-            f"{info.max:.4g}, the format needs {format.digits}, from 2^{format.min_gap_exponent} to {format.high:.4g}; "
+            f"{most:.4g}, the format needs {format.digits}, from 2^{format.min_gap_exponent} to {format.high:.4g}; "
             f"use float32 tensors or {format.narrower}"
         )
+    return fitted
+
+
+def check_holds(dtype: torch.dtype, format: Format) -> None:
+    """Raise TypeError or ValueError if a dtype cannot hold every number of the format, clipped to its range, exactly."""
+    fit_dtype(format, dtype)

@@ -93,10 +93,8 @@ def kernel_values(x: Tensor) -> tuple[Tensor, Kernels | None]:
 
 
 def check(x: Tensor, format: str) -> Format:
-    """Return the parsed format; raise if the dtype of x cannot hold its numbers."""
-    parsed = parse(format)
-    formats.check_holds(x.dtype, parsed)
-    return parsed
+    """Return the parsed format, clipped to the range of x's dtype; raise if that cannot hold its numbers."""
+    return formats.fit_dtype(parse(format), x.dtype)
 
 
 @operator("quantize")

@@ -16,16 +16,19 @@ from torch import Tensor, nn
 
 from . import operators
 from .code_memory import CodeLayout, check_codes, check_layout, check_view, code_layout
-from .codes import decode_values, encode_exactly, encode_op, pack_codes, unpack_codes
+from .codes import FLOATS, decode_values, encode_exactly, encode_op, pack_codes, unpack_codes
 from .formats import FORMATS, Format, check_format, check_holds, parse
 from .operators import Rounding
 from .random import Key
 
-__all__ = ["QTensor", "decoded", "encode", "encode_on_grid", "encode_rounded", "one_code_a_byte"]
+__all__ = ["QTensor", "decoded", "decoded_as", "encode", "encode_on_grid", "encode_rounded", "one_code_a_byte"]
 
 
 class QTensor(torch.Tensor):
-    """Codes of a tensor of the given shape; `decode` gives it back, exactly, in the given dtype.
+    """Codes of a tensor of the given shape; `decode` gives it back in the given dtype, exactly unless that was changed.
+
+    ``.to(dtype)`` keeps the codes. A block of floats below or above the range of a half precision decodes to the nearest
+    numbers that it has, as for any tensor; what is written from then on is on the grid clipped to its range.
 
     It is a tensor to PyTorch: operations compute with the decoded numbers and return plain tensors, and what autograd saves
     is the codes. Views of it are QTensors over the same codes. What is written into it, by ``copy_`` or any other operation
@@ -149,11 +152,10 @@ class QTensor(torch.Tensor):
         if self.format.storage_bits <= 4 or codes.shape != self.base_shape or not codes.is_contiguous():
             codes = self.unpacked()
         try:
-            values = decode_values(codes, self.exponents, self.format)  # checks the same as `check`
+            return decode_values(codes, self.exponents, self.format, dtype=self.dtype)  # checks the same as `check`
         except ValueError:
             self.check()  # which may know a better reason
             raise
-        return values if self.dtype == torch.float32 else values.to(self.dtype)
 
     def decode_detached(self) -> Tensor:
         """Return the numbers of this tensor or view; no gradients pass."""
@@ -213,6 +215,13 @@ def decoded(t: Tensor) -> Tensor:
     return t.decode() if isinstance(t, QTensor) else t
 
 
+def decoded_as(t: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the numbers of a tensor in a dtype, those of a packed one exactly as its codes have them; no gradients pass."""
+    if isinstance(t, QTensor):
+        return (t if t.dtype is dtype else t.with_codes(t.codes, t.exponents, dtype)).decode_detached()
+    return t.to(dtype)
+
+
 def encode(x: Tensor, format: str | Format, rounding: Rounding = "nearest", key: Key | None = None) -> QTensor:
     """Round x to a format and return its codes. Numbers already on the grid are not changed: decoding gives back x."""
     parsed = parse(format)
@@ -221,15 +230,18 @@ def encode(x: Tensor, format: str | Format, rounding: Rounding = "nearest", key:
 
 def encode_rounded(x: Tensor, format: Format) -> QTensor:
     """Return the codes of numbers that were rounded to the format; they are not rounded again."""
-    codes, exponents = encode_op(x.to(torch.float32).contiguous(), str(format))
+    values = x if x.dtype in FLOATS else x.to(torch.float32)
+    codes, exponents = encode_op(values.contiguous(), str(format))
     return _from_codes(codes, exponents, format, x)
 
 
 def encode_on_grid(x: Tensor, format: Format) -> QTensor | None:
     """Return the codes of numbers that should be on the grid already; None if one is not. Zeros may lose their sign."""
-    values = x.detach().to(torch.float32).contiguous()
-    if x.dtype == torch.float64 and not torch.equal(values.double(), x):
-        return None
+    values = x.detach().contiguous()
+    if x.dtype not in FLOATS:
+        values = values.to(torch.float32)
+        if x.dtype == torch.float64 and not torch.equal(values.double(), x):
+            return None
     found = encode_exactly(values, format) or encode_exactly(values + 0.0, format)  # which makes -0 a 0
     return None if found is None else _from_codes(*found, format, x)
 

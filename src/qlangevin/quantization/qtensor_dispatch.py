@@ -109,7 +109,7 @@ def _embedding(q: QTensor, indices: Tensor, *_: Any) -> Any:
         exponents = exponents.view(q.base_shape[0], -1).index_select(0, rows).reshape(-1)
     elif exponents is not None and rows.numel() == 0:
         exponents = exponents[:0]  # no numbers have no block
-    values = decode_values(codes.index_select(0, rows), exponents, q.format).to(q.dtype)
+    values = decode_values(codes.index_select(0, rows), exponents, q.format, dtype=q.dtype)
     return values.view(*indices.shape, q.base_shape[1])
 
 

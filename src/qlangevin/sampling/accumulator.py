@@ -11,7 +11,7 @@ from torch import Tensor
 from ..quantization import operators, random
 from ..quantization.backend import Kernels
 from ..quantization.formats import FP32, parse
-from ..quantization.qtensor import decoded
+from ..quantization.qtensor import decoded_as
 from ..quantization.random import Key
 from .settings import StepSettings
 from .step import quantize_for
@@ -60,4 +60,4 @@ def renew_accumulator(
 
 
 def _values(weights: Tensor) -> Tensor:
-    return decoded(weights).to(operators.working_dtype(weights.dtype)).contiguous()
+    return decoded_as(weights, operators.working_dtype(weights.dtype)).contiguous()

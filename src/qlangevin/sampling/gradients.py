@@ -19,8 +19,8 @@ def first_not_finite(tensors: list[Tensor]) -> int:
     for i, t in enumerate(tensors):
         if has_no_numbers(t):
             continue
-        kernels = kernels_for(t) if t.dtype == torch.float32 and t.is_contiguous() else None
-        if kernels is None:
+        kernels = kernels_for(t) if t.is_contiguous() else None
+        if kernels is None or t.dtype not in kernels.floats:
             slow.append(i)
         else:
             fast.setdefault((kernels, None if t.is_cpu else t.device), []).append(i)

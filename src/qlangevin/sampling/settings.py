@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .._dtensor import shard_of
 from .._validate import check_choice, check_flag, check_number
-from ..quantization.formats import BF16, FLOAT32_MAX, FP16, FP32, parse
+from ..quantization.formats import BF16, FLOAT32_MAX, FP16, FP32, fit_dtype, parse
 from ..quantization.operators import Algorithm, Rounding
 from ..quantization.qtensor import QTensor
 from ..quantization.random import Key
@@ -91,11 +91,10 @@ class StepSettings:
     def weights_format(self, theta: Tensor) -> str | None:
         """Return the format a parameter is kept in: that of its codes, else ``weights``, else that of its dtype.
 
-        None for float64, which has no format.
+        Half precision clips it to its range. None for float64, which has no format.
         """
-        if isinstance(theta, QTensor):
-            return str(theta.format)
-        return self.weights or _DTYPE_FORMATS.get(theta.dtype)
+        name = str(theta.format) if isinstance(theta, QTensor) else self.weights or _DTYPE_FORMATS.get(theta.dtype)
+        return name if name is None or theta.dtype is torch.float32 else _fit_name(name, theta.dtype)
 
     def key_of(self, p: Tensor, index: int, step: int) -> Key:
         """Return the random bits of a parameter, or of the shard of it that this process has."""
@@ -105,6 +104,11 @@ class StepSettings:
     def text(self) -> str:
         """The settings as the operator takes them."""
         return json.dumps([getattr(self, name) for name in FIELDS])
+
+
+@lru_cache(maxsize=256)
+def _fit_name(name: str, dtype: torch.dtype) -> str:
+    return str(fit_dtype(parse(name), dtype))
 
 
 FIELDS = tuple(StepSettings.__dataclass_fields__)

@@ -17,7 +17,7 @@ from ..quantization.backend import Kernels, TensorStep
 from ..quantization.formats import parse
 from ..quantization.laws import Mean
 from ..quantization.operators import Rounding
-from ..quantization.qtensor import QTensor, decoded
+from ..quantization.qtensor import QTensor, decoded_as
 from ..quantization.random import Key
 from .host_copy import has_no_numbers
 from .kernel_step import check_shape, step_by_kernels, step_kernels
@@ -47,7 +47,7 @@ def update(theta: Tensor, gradient: Tensor, settings: StepSettings, format: str 
     """
     check_shape(theta, gradient)
     dtype = operators.working_dtype(theta.dtype)
-    theta, gradient = decoded(theta).to(dtype), gradient.to(dtype)
+    theta, gradient = decoded_as(theta, dtype), gradient.to(dtype)
     g = quantize_for(random.GRADIENT, gradient, settings.gradients, "stochastic", key)
     g = -g if settings.maximize else g
     drift = -settings.lr * (g + settings.weight_decay * theta)

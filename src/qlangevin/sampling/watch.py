@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .._warnings import warn_once
 from ..quantization.formats import parse
+from ..quantization.operators import working_dtype
 from ..quantization.qtensor import decoded
 from .host_copy import HostCopy
 from .settings import StepSettings
@@ -148,9 +149,15 @@ def _measure(look: Look, weights: Tensor, gradient: Tensor) -> Tensor:
     """Return weights at an end of the range and squared norms of weights and gradient, on their device."""
     none = torch.zeros((), dtype=torch.float64, device=weights.device)
     saturated = _saturated(weights, str(look.format)).sum() if look.has_ends else none
-    norms = [torch.linalg.vector_norm(t).double().square() for t in (weights, gradient)]
+    norms = [_norm(t).double().square() for t in (weights, gradient)]
     return torch.stack([saturated.double(), *norms])
 
 
 def _squared_norm(t: Tensor) -> float:
-    return float(torch.linalg.vector_norm(t)) ** 2
+    return float(_norm(t)) ** 2
+
+
+def _norm(t: Tensor) -> Tensor:
+    """Return the norm in float32 or float64: those of large tensors exceed float16."""
+    norm: Tensor = torch.linalg.vector_norm(t, dtype=working_dtype(t.dtype))
+    return norm

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..quantization.formats import Format, parse
+from ..quantization.formats import Format, fit_dtype, parse
+from ..quantization.operators import working_dtype
 from ..quantization.qtensor import QTensor, decoded, encode_on_grid
 from .files import DamagedError
 from .manifest import NAMES, Kind, TensorInfo
@@ -146,7 +147,9 @@ def _encode_one(name: str, t: Tensor, info: TensorInfo) -> dict[str, Tensor]:
     q = t if isinstance(t, QTensor) and not t.is_view else encode_on_grid(to_plain(t), format)
     if q is None:
         values = to_plain(t)
-        away = f" ({int((~format.is_representable(values)).sum())} of {t.numel()})" if _finite(values) else ""
+        working = working_dtype(values.dtype)
+        on_grid = fit_dtype(format, values.dtype).is_representable(values.to(working)) if _finite(values) else None
+        away = "" if on_grid is None else f" ({int((~on_grid).sum())} of {t.numel()})"
         raise ValueError(
             f"{name!r} holds numbers that are not on the grid of {format}{away}: something other than the sampler wrote them"
         )
