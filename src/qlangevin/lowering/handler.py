@@ -156,7 +156,7 @@ class Handler:
                 f"{x.dtype}: use plain tensors of torch.float32, torch.bfloat16 or torch.float16, and install triton"
             )
         number = replay.number_of_run(replay.enclosing_regions(), self, self._count_without_kernels)
-        return number if isinstance(number, Tensor) else torch.full_like(self.count, number)
+        return replay.mark_counted(number if isinstance(number, Tensor) else torch.full_like(self.count, number))
 
     def _count_without_kernels(self) -> Tensor:
         if self.graph_count.is_used:

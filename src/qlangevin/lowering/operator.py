@@ -18,6 +18,7 @@ from ..quantization import operators, random
 from ..quantization.formats import parse
 from .graph_count import is_capturing
 from .memory_order import quantize_in_memory_order
+from .replay import check_counted
 
 __all__ = ["error_op", "lower_op"]
 
@@ -42,6 +43,8 @@ def _quantize_at_step(
 ) -> Tensor:
     if format is None:
         return x.clone()
+    if purpose == random.ACTIVATION and rounding != "nearest":
+        check_counted(step)
     if not step.is_cpu:
         return quantize_in_memory_order(x, format, rounding, operators.key_of(seed, stream, 0), purpose, step=step)
     if rounding != "nearest" and is_capturing(x):

@@ -7,9 +7,9 @@ in it must get the numbers of their first runs, not new ones:
     recomputation    n = the next one that its region has recorded for the layer; nothing is counted
 
 A region is known by the object that PyTorch keeps for it from forward to backward: the context of the autograd function
-(``use_reentrant=True``) or the frame of the saved-tensor hooks (``False``). PyTorch has no question for it, so it is read from the
-local variables of `checkpoint`, which runs further up the stack. The stack is walked only where a region is possible: without
-gradients, within backward, or within hooks for saved tensors that are not ours.
+(``use_reentrant=True``) or the frame of the saved-tensor hooks (``False``). PyTorch has no question for it, so it is read from
+the local variables of `checkpoint`, which runs further up the stack. The stack is walked only where a region is possible:
+without gradients, within backward, or within hooks for saved tensors that are not ours.
 """
 
 from __future__ import annotations
@@ -27,7 +27,15 @@ from torch import Tensor
 from torch.autograd import graph
 from torch.utils import checkpoint
 
-__all__ = ["Regions", "enclosing_regions", "innermost", "is_of_checkpoint", "number_of_run", "top_pack_hook"]
+__all__ = [
+    "Regions",
+    "check_counted",
+    "enclosing_regions",
+    "innermost",
+    "mark_counted",
+    "number_of_run",
+    "top_pack_hook",
+]
 
 Number: TypeAlias = "int | Tensor"  # of a run; a tensor if a device counts
 
@@ -82,14 +90,30 @@ def number_of_run(regions: Regions, layer: Any, count: Callable[[], Number]) -> 
         regions, number = regions[:-1], last.record.take(layer, last.backward)
         if number is None and last.is_complete:
             raise RuntimeError(
-                f"the lowered layer {layer.name!r} runs more often in the recomputation of a checkpointed region than in its forward, "
-                "so that the random bits of that run are not known: the function given to checkpoint must do the same both times"
+                f"the lowered layer {layer.name!r} runs more often in the recomputation of a checkpointed region than in its "
+                "forward, so that the random bits of a run are not known: the function given to checkpoint must do the same twice"
             )
         number = 0 if number is None else number  # asked for from within the first forward, and not needed
     number = count() if number is None else number
     for region in regions:
         region.record.add(layer, number)
     return number
+
+
+def mark_counted(number: Tensor) -> Tensor:
+    """Note on the number of a run that this module has seen to it, which compiled code does not ask; return it."""
+    number._qlangevin_counted = True  # type: ignore[attr-defined]
+    return number
+
+
+def check_counted(number: Tensor) -> None:
+    """Raise RuntimeError for a run of compiled code within backward: it repeats a run, with the number of another one."""
+    if torch._C._current_graph_task_id() != -1 and not hasattr(number, "_qlangevin_counted"):
+        raise RuntimeError(
+            "compiled code recomputes a lowered layer in backward, and would draw other random bits than its forward did: use "
+            "torch.compile or activation checkpointing, not both. A compiler saves memory by itself with "
+            "torch._functorch.config.activation_memory_budget; or round to nearest, lower(..., rounding='nearest')"
+        )
 
 
 def innermost(regions: Regions) -> int:
@@ -99,6 +123,8 @@ def innermost(regions: Regions) -> int:
 
 def enclosing_regions() -> Regions:
     """Return the checkpointed regions that the caller runs in."""
+    if torch.compiler.is_compiling():  # after a graph break, functions that eager code calls are traced one by one
+        return _untraced(enclosing_regions)  # type: ignore[no-any-return]
     if torch._C._current_graph_task_id() == -1 and torch.is_grad_enabled():
         hook = top_pack_hook()
         if hook is None or getattr(getattr(hook, "__self__", None), "is_outside_of_regions", False):
@@ -108,13 +134,15 @@ def enclosing_regions() -> Regions:
 
 def top_pack_hook() -> Any:
     """Return the hook that packs tensors saved by autograd now; None if there is none."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)  # type: ignore[attr-defined]
+    if torch.compiler.is_compiling():
+        return _untraced(top_pack_hook)
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return None if hooks is None else hooks[0]
 
 
-def is_of_checkpoint(hook: Any) -> bool:
-    """Return True for the hooks with which a region drops tensors, and takes them up again."""
-    return getattr(hook, "__module__", None) == checkpoint.__name__
+@torch._disable_dynamo  # type: ignore[attr-defined]
+def _untraced(function: Callable[[], Any]) -> Any:
+    return function()
 
 
 # ---- regions on the stack
@@ -129,7 +157,7 @@ def _walk(frame: FrameType | None) -> Regions:
     while frame is not None:
         code = frame.f_code
         if code.co_filename == _CHECKPOINT:
-            region = _read(code.co_qualname, frame.f_locals) if code.co_qualname in _READERS else None
+            region = _read(code.co_name, frame.f_locals) if code.co_name in _READERS else None
             is_known = bool(found) or region is not None
             if region is not None:
                 found.append(region)
@@ -146,7 +174,7 @@ def _walk(frame: FrameType | None) -> Regions:
 def _region_of_hook() -> Regions:
     """Return the region of the hooks for saved tensors that are in place; `checkpoint` itself need not be on the stack."""
     hook = top_pack_hook()
-    if hook is None or not is_of_checkpoint(hook):
+    if hook is None or getattr(hook, "__module__", None) != checkpoint.__name__:
         return ()
     hook = inspect.unwrap(hook)
     cells = dict(zip(hook.__code__.co_freevars, hook.__closure__ or (), strict=True))
@@ -157,8 +185,8 @@ def _region_of_hook() -> Regions:
 
 def _refuse() -> NoReturn:
     raise RuntimeError(
-        f"lowered models do not know the activation checkpointing of PyTorch {torch.__version__}, and could not repeat the random "
-        "bits of a forward; use a version that they are tested with, or do without checkpointing"
+        f"lowered models do not know the activation checkpointing of PyTorch {torch.__version__}, and could not repeat the "
+        "random bits of a forward; use a version that they are tested with, or do without checkpointing"
     )
 
 
@@ -174,8 +202,8 @@ def _record_of(key: Any) -> Record:
 
 
 def _read_forward(variables: dict[str, Any]) -> Region | None:
-    """Read `CheckpointFunction.forward`, the first run with ``use_reentrant=True``."""
-    return Region(_record_of(variables["ctx"]))
+    """Read `CheckpointFunction.forward`, the first run with ``use_reentrant=True``; None for `checkpoint_sequential`'s."""
+    return Region(_record_of(variables["ctx"])) if "ctx" in variables else None
 
 
 def _read_backward(variables: dict[str, Any]) -> Region | None:
@@ -198,8 +226,8 @@ def _read_unpack(variables: dict[str, Any]) -> Region | None:
 
 
 _READERS: dict[str, Callable[[dict[str, Any]], Region | None]] = {
-    "CheckpointFunction.forward": _read_forward,
-    "CheckpointFunction.backward": _read_backward,
+    "forward": _read_forward,
+    "backward": _read_backward,
     "checkpoint": _read_checkpoint,
-    "_checkpoint_hook.__init__.<locals>.unpack_hook": _read_unpack,
+    "unpack_hook": _read_unpack,
 }

@@ -80,7 +80,8 @@ def refuse_pass(name: str, accumulate: int) -> NoReturn:
     raise RuntimeError(
         f"{name} has stepped already, and was not changed by this backward pass: it would have taken a second step, with noise "
         f"of its own. Call step() or zero_grad() of the sampler after each {passes}; to step once on the gradients of k passes, "
-        "make it with accumulate=k"
+        "make it with accumulate=k. A weight that checkpointed regions share has one gradient in a backward pass only if they "
+        "have use_reentrant=False"
     )
 
 
