@@ -121,5 +121,9 @@ def test_forward_keeps_its_signature_and_its_name() -> None:
         assert found.forward.__wrapped__.__self__ is found
         assert found(torch.randn(2, 4), scale=0).abs().max() == 0
     layer = nn.Linear(3, 3)
-    layer.forward = lambda input, more=2: input + more  # type: ignore[method-assign]
+
+    def forward(input: Tensor, more: int = 2) -> Tensor:
+        return input + more
+
+    layer.forward = forward  # type: ignore[method-assign]
     assert list(inspect.signature(ql.lower(layer, "bfp8").forward).parameters) == ["input", "more"]
