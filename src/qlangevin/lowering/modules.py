@@ -18,6 +18,7 @@ from torch.nn.utils.rnn import PackedSequence
 from . import plain_tensors
 from .convolution import ConvolutionFunction, Geometry, convolve_gathered, must_gather
 from .handler import Handler
+from .packed_linear import is_packed_linear, packed_linear
 
 __all__ = ["handler_for", "handles"]
 
@@ -44,11 +45,23 @@ def handler_for(module: nn.Module) -> type[Handler]:
     return next((_with_subclasses[base] for base in type(module).__mro__ if base in _with_subclasses), Handler)
 
 
-@handles(nn.Linear, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.LayerNorm, nn.GroupNorm)
+@handles(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.LayerNorm, nn.GroupNorm)
 class FreshOutputHandler(Handler):
     """Modules that return memory of their own and do not need it in backward: it is overwritten."""
 
     may_overwrite_output = True
+
+
+@handles(nn.Linear)
+class LinearHandler(FreshOutputHandler):
+    """Linear layers, which take a shorter way to packed weights; see `packed_linear`."""
+
+    replaces_forward = True
+
+    def forward(self, module: nn.Linear, input: Tensor) -> Tensor:
+        if is_packed_linear(module, input):
+            return packed_linear(input, module.weight, module.bias)
+        return nn.Linear.forward(module, input)
 
 
 @handles(nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d)

@@ -58,6 +58,7 @@ class BackwardHook:
             raise RuntimeError(
                 f"two layers of this network draw the same random bits: both were lowered under the name {self.name!r}, with the "
                 "same seed and stream. Lower the whole network, by one call or by several that choose layers= of it; or tell "
-                "each part its name, lower(net.encoder, ..., prefix='encoder'); and copy layers before they are lowered, not after"
+                "each part its name, lower(net.encoder, ..., prefix='encoder'); and copy layers before they are lowered, not "
+                "after"
             )
         self.bits.last = (now, self.layer)
