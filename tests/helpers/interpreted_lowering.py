@@ -13,7 +13,8 @@ from torch import nn
 import qlangevin as ql
 from qlangevin import gpu, lowering
 from qlangevin.lowering import graph_count
-from tests.helpers.networks import gradients, same_gradients
+from tests.helpers.checkpointed import MODES, Mode, batches, run_region, same, step_results
+from tests.helpers.networks import gradients, same_gradients, two_linear
 
 
 def network() -> nn.Sequential:
@@ -60,6 +61,16 @@ def count_launches() -> None:
     assert (between - before, launch.launches - between) == (3, 3)
 
 
+def compare_checkpointed(mode: Mode) -> None:
+    """Compare a network with a checkpointed region with one without, on the CPU."""
+    model, other = (ql.lower(two_linear(), "bfp8", "bfp8") for _ in range(2))
+    other.load_state_dict(model.state_dict())
+    expected = step_results(model, batches(2, 64))
+    with gpu.interpreted():
+        found = step_results(other, batches(2, 64), lambda x: run_region(mode, other, x))
+    assert same(found, expected), mode
+
+
 if __name__ == "__main__":
     torch.manual_seed(0)
     torch.set_num_threads(1)
@@ -68,4 +79,6 @@ if __name__ == "__main__":
     compare("fp8_e5m2", True)
     compare("fixed8.4", True, torch.bfloat16)
     count_launches()
+    for mode in MODES:
+        compare_checkpointed(mode)
     print("the bits are those of the CPU")

@@ -4,17 +4,31 @@ from __future__ import annotations
 
 import contextlib
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint, checkpoint_sequential, set_checkpoint_early_stop
+from torch.distributed import _composable as composable
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+)
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    checkpoint_sequential,
+    create_selective_checkpoint_contexts,
+    set_checkpoint_early_stop,
+)
 
 import qlangevin as ql
 from qlangevin import lowering
 from tests.helpers.checkpointed import (
     MODES,
+    Block,
     Blocks,
     Mode,
     batches,
@@ -123,6 +137,28 @@ def test_early_stop(early: bool, expected: list[Tensor]) -> None:
 def test_options_of_checkpoint(expected: list[Tensor]) -> None:
     model = build_blocks("hooks")
     model.options = {"determinism_check": "none", "debug": False, "early_stop": False}
+    assert same(step_results(model, batches(3)), expected)
+
+
+def test_selective_checkpointing(expected: list[Tensor]) -> None:
+    def choose(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        is_kept = operation is torch.ops.aten.addmm.default
+        return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    model = build_blocks("hooks")
+    model.options = {"context_fn": lambda: create_selective_checkpoint_contexts(choose)}
+    assert same(step_results(model, batches(3)), expected)
+
+
+@pytest.mark.parametrize("mode", [CheckpointImpl.REENTRANT, CheckpointImpl.NO_REENTRANT, None])
+def test_wrappers_of_torch_distributed(mode: CheckpointImpl | None, expected: list[Tensor]) -> None:
+    model = build_blocks()
+    if mode is None:
+        for block in model.blocks:
+            composable.checkpoint(block)  # type: ignore[attr-defined]
+    else:
+        wrap = partial(checkpoint_wrapper, checkpoint_impl=mode)
+        apply_activation_checkpointing(model, wrap, lambda m: isinstance(m, Block))
     assert same(step_results(model, batches(3)), expected)
 
 

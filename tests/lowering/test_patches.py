@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
 from types import MethodType
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import qlangevin as ql
 from qlangevin import lowering
@@ -92,3 +94,36 @@ def test_a_forward_set_by_the_user_is_called_and_kept() -> None:
     x = torch.randn(2, 3, 8, 8)
     assert ql.lower(layer, "fixed8.1").eval()(x).tolist() == [[0.5] * 4]
     assert ql.unlower(layer)(x).shape == (1, 4)
+
+
+class Documented(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+
+    def forward(self, input_ids: Tensor, mask: Tensor | None = None, *, scale: int = 1) -> Tensor:
+        """Compute something."""
+        y: Tensor = self.layers(input_ids)
+        return y * scale
+
+
+def test_forward_keeps_its_signature_and_its_name() -> None:
+    model = Documented()
+    expected, relu = (inspect.signature(m.forward) for m in (model, model.layers[1]))
+    ql.lower(model, "bfp8", "bfp8")
+    found: Any
+    for found in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert inspect.signature(found.forward) == expected
+        assert inspect.signature(found.layers[1].forward) == relu  # its forward is replaced by that of a handler
+        assert found.forward.__name__ == "forward"
+        assert found.forward.__qualname__ == "Documented.forward"
+        assert found.forward.__doc__ == "Compute something."
+        assert found.forward.__wrapped__.__self__ is found
+        assert found(torch.randn(2, 4), scale=0).abs().max() == 0
+    layer = nn.Linear(3, 3)
+
+    def forward(input: Tensor, more: int = 2) -> Tensor:
+        return input + more
+
+    layer.forward = forward  # type: ignore[method-assign]
+    assert list(inspect.signature(ql.lower(layer, "bfp8").forward).parameters) == ["input", "more"]

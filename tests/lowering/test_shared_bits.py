@@ -54,6 +54,31 @@ def test_lowering_in_parts_gives_the_bits_of_lowering_the_whole() -> None:
     assert torch.equal(train(whole), train(parts))
 
 
+def test_parts_that_know_their_names_draw_the_bits_of_the_whole() -> None:
+    whole, parts = lower(Network(), "bfp8", "bfp8"), Network()
+    lower(parts.head, "bfp8", "bfp8", prefix="head")
+    lower(parts.encoder[0], "bfp8", "bfp8", prefix="encoder.0")  # a layer by itself
+    lower(parts.encoder, "bfp8", "bfp8", prefix="encoder", layers=["1", "2"])
+    assert streams(whole) == streams(parts)
+    assert torch.equal(train(whole), train(parts))
+    assert lowering.settings(whole) == lowering.settings(parts)  # what a checkpoint compares
+    lowering.load_state_dict(parts, lowering.state_dict(whole))
+    assert torch.equal(train(whole), train(parts))
+
+
+@pytest.mark.parametrize("prefix", [".encoder", "encoder.", "."])
+def test_a_prefix_is_a_name(prefix: str) -> None:
+    with pytest.raises(ValueError, match="prefix must be the name of a module"):
+        lower(Network().encoder, "bfp8", prefix=prefix)
+
+
+def test_the_error_tells_the_remedy() -> None:
+    model = Network()
+    lower_parts(model)
+    with pytest.raises(RuntimeError, match=r"lower\(net\.encoder, \.\.\., prefix='encoder'\)"):
+        train(model)
+
+
 def test_bits_do_not_depend_on_which_other_layers_are_lowered() -> None:
     few = streams(lower(Network(), "bfp8", layers="head.2"))
     assert few.items() <= streams(lower(Network(), "bfp8")).items()

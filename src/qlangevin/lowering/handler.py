@@ -110,12 +110,14 @@ class Handler:
         if not x.dtype.is_floating_point or (self.activations is None and self.errors is None):
             return x
         if (kernels := plain_tensors.kernels_to_write(x)) is not None:
+            spec = self.next_spec(module, x, kernels)
             own_output = self.may_overwrite_output and self._sees_output_first(module)
             may_overwrite = (own_output or is_own) and not x._is_view()
+            if spec.region and torch._C._len_torch_dispatch_stack():
+                may_overwrite = False  # selective checkpointing keeps outputs of operations
             return plain_tensors.quantize_activation(
-                x, self.next_spec(module, x, kernels), kernels, may_overwrite=may_overwrite,
-                already_on_grid=already_on_grid, producer=self,
-            )  # fmt: skip
+                x, spec, kernels, may_overwrite=may_overwrite, already_on_grid=already_on_grid, producer=self
+            )
         seed, stream, count = operators.signed(self.seed), operators.signed(self.stream), self._next_count(module, x)
         rounding = self._rounding_of(module)
         return cast(Tensor, lower_op(x, self.activations, self.errors, rounding, seed, stream, count))

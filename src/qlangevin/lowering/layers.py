@@ -58,6 +58,7 @@ def lower(
     rounding: Rounding = "stochastic",
     seed: int = 0,
     stream: int = 0,
+    prefix: str = "",
     save_codes: bool = True,
 ) -> M:
     """Round the output of every layer, and the error that flows back to it, in place; return the model.
@@ -74,8 +75,10 @@ def lower(
         rounding: in training, ``"stochastic"`` or ``"nearest"``.
         seed: of the random bits, which follow from it, from ``stream`` and from the name that a layer has in ``model``. So
             several calls may lower different ``layers`` of one model.
-        stream: distinguishes chains that share a seed, and parts of a network that are lowered as models of their own: two
-            layers with the same seed, stream and name would draw the same bits, and their common backward raises.
+        stream: distinguishes chains that share a seed.
+        prefix: the name of ``model`` in the network that it is a part of: ``lower(net.encoder, ..., prefix="encoder")`` draws
+            the bits of ``lower(net, ..., layers="encoder.*")``. Without it, parts whose layers have the same names would draw
+            the same bits, and their common backward raises.
         save_codes: keep tensors on the grid of the activations as codes for backward, which changes no number. On a GPU these are
             the outputs of layers and views of them, and a tensor that held a NaN is NaN throughout in backward.
     """
@@ -84,7 +87,8 @@ def lower(
     chosen, wanted = select_modules(model, layers, skip), choose_functions(functions, skip_functions)
     _check_can_be_lowered(chosen)
     for name, module in chosen.items():
-        handler_for(module)(names[0], names[1], rounding, Key(seed, stream), name).install(module)
+        full = _join_names(prefix, name)
+        handler_for(module)(names[0], names[1], rounding, Key(seed, stream), full).install(module)
     calibrate_refcounts()
     if names != (None, None):
         functions_of = FunctionSettings(*names, rounding, Key(seed, stream), wanted)
@@ -171,6 +175,13 @@ def _named_scopes(model: nn.Module) -> Iterator[tuple[str, ScopedForward]]:
     for name, module in model.named_modules():
         if (scope := find_scope(module)) is not None and scope.settings.names:
             yield name, scope
+
+
+def _join_names(prefix: str, name: str) -> str:
+    """Return the name of a layer in the network, given that of its part."""
+    if prefix.startswith(".") or prefix.endswith("."):
+        raise ValueError(f"prefix must be the name of a module, such as 'encoder' or 'model.encoder', got {prefix!r}")
+    return ".".join(filter(None, (prefix, name)))
 
 
 def _check_can_be_lowered(chosen: dict[str, nn.Module]) -> None:

@@ -21,6 +21,7 @@ from .convolution import ConvolutionFunction, Geometry, convolve_gathered, must_
 from .functions import without_functions
 from .handler import Handler
 from .operand_kinds import Kind, set_kinds
+from .packed_linear import is_packed_linear, packed_linear
 
 __all__ = ["LeafHandler", "Quantize", "handler_for", "handles"]
 
@@ -63,11 +64,23 @@ def _is_of_torch(kind: type[nn.Module]) -> bool:
     return package == "torch" or kind is Quantize
 
 
-@handles(nn.Linear, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.LayerNorm, nn.GroupNorm)
+@handles(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.LayerNorm, nn.GroupNorm)
 class FreshOutputHandler(Handler):
     """Modules that return memory of their own and do not need it in backward: it is overwritten."""
 
     may_overwrite_output = True
+
+
+@handles(nn.Linear)
+class LinearHandler(FreshOutputHandler):
+    """Linear layers, which take a shorter way to packed weights; see `packed_linear`."""
+
+    replaces_forward = True
+
+    def forward(self, module: nn.Linear, input: Tensor) -> Tensor:
+        if is_packed_linear(module, input):
+            return packed_linear(input, module.weight, module.bias)
+        return nn.Linear.forward(module, input)
 
 
 @handles(nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d)

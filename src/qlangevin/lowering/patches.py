@@ -10,7 +10,10 @@ __all__ = ["Patch", "find_patch", "remove_patch", "remove_patches"]
 
 
 class Patch:
-    """A callable in the place of a method of one module. An object, because it is copied and pickled with its module."""
+    """A callable in the place of a method of one module, whose signature and name it has.
+
+    An object, because it is copied and pickled with its module.
+    """
 
     method: ClassVar[str]
 
@@ -18,9 +21,19 @@ class Patch:
         self.module = module
         self.replaced: Any = None  # the method that the instance had; None: that of its class
 
+    @property
+    def __wrapped__(self) -> Any:
+        """The method that stood here before, for `inspect.signature`."""
+        if self.replaced is None:
+            return getattr(type(self.module), self.method).__get__(self.module)
+        return self.replaced
+
     def install(self) -> None:
         """Replace the method; `remove_patches` undoes it."""
         self.replaced = self.module.__dict__.get(self.method)
+        for name in ("__name__", "__qualname__", "__doc__", "__module__"):
+            if (value := getattr(self.__wrapped__, name, None)) is not None:
+                self.__dict__[name] = value
         self.module.__dict__[self.method] = self
 
     def call_replaced(self, *args: Any, **kwargs: Any) -> Any:

@@ -1,8 +1,9 @@
 """Layers that draw the same random bits, found out when one backward pass goes through both.
 
 The bits of a layer follow from the seed, the stream and its name in the model that was lowered. Two parts of one network, each
-lowered by a call of its own, may have layers of the same name; so have copies of a lowered layer. Neither call sees the whole
-network, but backward does. Models that are trained apart may share bits: to compare them, or to repeat a run.
+lowered by a call of its own, have layers of the same name unless `lower` is told a prefix; so have copies of a lowered layer.
+Neither call sees the whole network, but backward does. Models that are trained apart may share bits: to compare them, or to
+repeat a run. Layers in different checkpointed regions with ``use_reentrant=True`` go undetected: each has a backward of its own.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ class BackwardHook:
         if backward == now and layer != self.layer:
             raise RuntimeError(
                 f"two layers of this network draw the same random bits: both were lowered under the name {self.name!r}, with the "
-                "same seed and stream. Lower the whole network, by one call or by several that choose layers= of it; or give "
-                "each part its own stream=; and copy layers before they are lowered, not after"
+                "same seed and stream. Lower the whole network, by one call or by several that choose layers= of it; or tell "
+                "each part its name, lower(net.encoder, ..., prefix='encoder'); and copy layers before they are lowered, not "
+                "after"
             )
         self.bits.last = (now, self.layer)

@@ -58,21 +58,40 @@ class QTensor(torch.Tensor):
                 check_view(view, layout.shape)
         else:
             check_codes(codes, exponents, format, torch.Size(shape))
-        size, strides, offset = view or (shape, contiguous_strides(shape), 0)
-        with torch.inference_mode(False):  # so that views of it can be taken inside and outside of that mode
-            self: QTensor = torch.Tensor._make_wrapper_subclass(
-                cls, size, strides=strides, storage_offset=offset, dtype=dtype, device=codes.device
-            )
-        self.codes, self.exponents, self.format, self.base_shape = codes, exponents, format, torch.Size(shape)
-        self._layout = layout
-        self.is_view = view is not None and (
-            self.shape != self.base_shape or self.stride() != contiguous_strides(self.base_shape)
-        )
-        return self
+        return cls._wrap(codes, exponents, format, torch.Size(shape), dtype, view, layout)
 
     @classmethod
-    @torch._disable_dynamo  # type: ignore[attr-defined]  # eager code that a compiled function falls back to stays eager
+    def _wrap(
+        cls, codes: Tensor, exponents: Tensor | None, format: Format, shape: torch.Size, dtype: torch.dtype,
+        view: tuple[Sequence[int], Sequence[int], Any] | None, layout: CodeLayout | None,
+    ) -> QTensor:  # fmt: skip
+        """Return a QTensor over codes that were checked."""
+        if torch.is_inference_mode_enabled():  # views of it can be taken inside and outside of that mode
+            with torch.inference_mode(False):
+                return cls._wrap(codes, exponents, format, shape, dtype, view, layout)
+        base_strides = contiguous_strides(shape)
+        size, strides, offset = view or (shape, base_strides, 0)
+        self: QTensor = torch.Tensor._make_wrapper_subclass(
+            cls, size, strides=strides, storage_offset=offset, dtype=dtype, device=codes.device
+        )
+        self.codes, self.exponents, self.format, self.base_shape = codes, exponents, format, shape
+        self._layout = layout
+        self.is_view = view is not None and (tuple(size) != tuple(shape) or tuple(strides) != base_strides)
+        return self
+
+    def view_codes(self, size: Sequence[int], strides: Sequence[int], offset: Any) -> QTensor:
+        """Return a view over the same codes, which are checked again before they are read."""
+        if type(self.codes) is not Tensor:
+            return QTensor(self.codes, self.exponents, self.format, self.base_shape, self.dtype, (size, strides, offset))
+        view = size, strides, offset
+        return QTensor._wrap(
+            self.codes, self.exponents, self.format, self.base_shape, self.dtype, view, self._layout
+        )
+
+    @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        if _find_compiler() is not None:  # eager code that a compiled function falls back to stays eager
+            return _dispatch_untraced(func, args, kwargs or {})
         return cls.dispatch(func, args, kwargs or {})
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
@@ -180,6 +199,14 @@ class QTensor(torch.Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         grad = ", requires_grad=True" if self.requires_grad else ""
         return f"QTensor({self.format}, shape={tuple(self.shape)}, {self.nbytes} bytes, device={self.device}{grad})"
+
+
+@torch._disable_dynamo  # type: ignore[attr-defined]
+def _dispatch_untraced(func: Any, args: Any, kwargs: Any) -> Any:
+    return QTensor.dispatch(func, args, kwargs)
+
+
+_find_compiler: Callable[[], Any] = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: "unknown")
 
 
 class _OneCodeAByte(QTensor):

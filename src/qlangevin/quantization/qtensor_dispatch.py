@@ -54,7 +54,14 @@ QTensor.dispatch = staticmethod(dispatch)
 
 @implements(aten.detach.default, aten.alias.default)
 def _alias(q: QTensor) -> QTensor:
-    return q.with_codes(q.codes, q.exponents)
+    return q.view_codes(q.shape, q.stride(), q.storage_offset())
+
+
+@implements(aten.t.default)
+def _transpose(q: QTensor) -> Any:
+    if q.dim() > 2:
+        return NotImplemented  # has PyTorch raise
+    return q.view_codes(q.shape[::-1], q.stride()[::-1], q.storage_offset())
 
 
 @implements(aten.clone.default)
