@@ -1,7 +1,9 @@
 """The step of VC SGLDLP-L over the weights of a ResNet-18, against drawing one normal number for each weight.
 
 Two ways: on int8 codes in place, all tensors in one call of the kernels, and the whole of `SGLD.step` on float32 parameters,
-with its Python and its check of the gradients. Gradients are quantised too.
+with its Python and its check of the gradients. Gradients are quantised too. Then `SGLD.step` on bfloat16 and float16
+parameters, with gradients of their dtype as they are, against float32 parameters on the same grid; and on bfloat16 ones without
+a format, which are rounded to bfloat16 with the corrected law, against float32 ones, which are not rounded.
 """
 
 from __future__ import annotations
@@ -102,13 +104,19 @@ def on_codes(format: str, num_data: int, gradients: list[Tensor]) -> Chain:
     return Chain(step, [q.codes for q in packed] + [q.exponents for q in packed if q.exponents is not None])
 
 
-def on_values(format: str, num_data: int, gradients: list[Tensor]) -> Chain:
-    """The same chain as an optimizer over float32 parameters."""
-    parameters = [torch.nn.Parameter(w) for w in weights()]
+def on_values(
+    format: str | None,
+    num_data: int,
+    gradients: list[Tensor],
+    dtype: torch.dtype = torch.float32,
+    q_g: str | None = None,
+) -> Chain:
+    """The same chain as an optimizer over parameters of a dtype."""
+    parameters = [torch.nn.Parameter(w.to(dtype)) for w in weights()]
     for p, g in zip(parameters, gradients, strict=True):
-        p.grad = g
+        p.grad = g.to(dtype)
     sampler = ql.SGLD(
-        parameters, LR, num_data, temperature=TEMPERATURE, weight_decay=WEIGHT_DECAY, weights=format, gradients=format
+        parameters, LR, num_data, temperature=TEMPERATURE, weight_decay=WEIGHT_DECAY, weights=format, gradients=q_g
     )
     return Chain(lambda k: sampler.step(), list(parameters))
 
@@ -117,7 +125,7 @@ def run(seconds: float) -> list[Row]:
     """Time all cases with one thread, then with two if there are two processors."""
     gradients = [g.mul_(1e-3) for g in draws(1)]
     chains = {f"codes, {name}": on_codes(format, n, gradients) for name, format, n in CASES}
-    chains |= {f"SGLD.step, {name}": on_values(format, n, gradients) for name, format, n in CASES}
+    chains |= {f"SGLD.step, {name}": on_values(format, n, gradients, q_g=format) for name, format, n in CASES}
     contestants = {name: Contestant(chain.run, before=chain.before) for name, chain in chains.items()}
     count = numel()
     normals = Contestant(partial(torch.randn, count, out=torch.empty(count)))
@@ -125,6 +133,29 @@ def run(seconds: float) -> list[Row]:
     group, goal = f"one step, {count / 1e6:.2f}M weights, one thread", Goal("<", 1)
     rows = [Row(group, name, times[name], "ns", RANDN, times[RANDN], "time", goal) for name in contestants]
     rows += two_threads(contestants, seconds / 2) if (os.cpu_count() or 1) > 1 else []
+    rows += half_precision(gradients, seconds)
+    for chain in chains.values():
+        chain.check()
+    return rows
+
+
+def half_precision(gradients: list[Tensor], seconds: float) -> list[Row]:
+    """Time `SGLD.step` on half-precision parameters and on float32 ones."""
+    single = {format: on_values(format, 50_000, gradients) for format in (None, "bf16", "bfp8", "fixed8.6")}
+    half = {
+        f"{str(dtype)[6:]}, weights={format}": (on_values(format, 50_000, gradients, dtype), format)
+        for dtype, formats in ((torch.bfloat16, (None, "bf16", "bfp8", "fixed8.6")), (torch.float16, ("bfp8",)))
+        for format in formats
+    }
+    chains = {f"float32, weights={format}": chain for format, chain in single.items()}
+    chains |= {name: chain for name, (chain, _) in half.items()}
+    contestants = {name: Contestant(chain.run, before=chain.before) for name, chain in chains.items()}
+    times, count = measure(contestants, seconds), numel()
+    rows = []
+    for name, (_, format) in half.items():
+        rival, goal = f"float32, weights={format}", None if format is None else Goal("<=", 1.3)
+        mine, its = (times[key] / count * 1e9 for key in (name, rival))
+        rows.append(Row("one step, half precision", name, mine, "ns", rival, its, "time", goal))
     for chain in chains.values():
         chain.check()
     return rows

@@ -68,7 +68,7 @@ class DeferredKernels:
         spoiled: Tensor | None = None, step: Tensor | None = None,
     ) -> bool:  # fmt: skip
         key = key if step is None else replace(key, step=int(step))
-        q = rounding.quantize_values(x, format, rounding_, key, purpose)
+        q = rounding.quantize_values(x.float(), format, rounding_, key, purpose)
         return write_codes(q, x, codes, format, spoiled)
 
     @counted
@@ -117,7 +117,7 @@ def write_codes(
         if spoiled is not None:
             write(spoiled, torch.ones(1))
         values = torch.zeros_like(values)  # any codes will do
-    for target, part in zip(codes, format.encode(values), strict=True):
+    for target, part in zip(codes, format.encode(values.float()), strict=True):
         assert target.shape == part.shape
         write(target, part)
     return True

@@ -1,8 +1,10 @@
 """Hypothesis strategies for formats, and names of formats of every kind."""
 
+import torch
 from hypothesis import strategies as st
 
 from qlangevin import BF16, FP8_E4M3, FP8_E5M2, FP16, FP32, BlockFloat, FixedPoint, Float, Format
+from qlangevin.quantization.format_base import DtypeLimits
 
 HARDWARE = (FP8_E4M3, FP8_E5M2, FP16, BF16, FP32)
 
@@ -26,7 +28,9 @@ def _fixed() -> st.SearchStrategy[FixedPoint]:
 def _blocks() -> st.SearchStrategy[BlockFloat]:
     widths = st.tuples(st.integers(2, 24), st.integers(1, 8)).filter(lambda p: -(2 ** (p[1] - 1)) - p[0] + 2 >= -149)
     shared = st.one_of(st.just("row"), st.just("tensor"), st.integers(1, 100))
-    return st.tuples(widths, shared).map(lambda t: BlockFloat(t[0][0], t[1], t[0][1]))  # type: ignore[arg-type]
+    formats = st.tuples(widths, shared).map(lambda t: BlockFloat(t[0][0], t[1], t[0][1]))  # type: ignore[arg-type]
+    halves = st.sampled_from([None, torch.bfloat16, torch.float16])
+    return st.builds(lambda f, dtype: f if dtype is None else f.within(DtypeLimits.of(dtype)), formats, halves)
 
 
 def formats() -> st.SearchStrategy[Format]:

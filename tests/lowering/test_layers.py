@@ -261,8 +261,8 @@ def test_bad_arguments_are_named(arguments: dict[str, Any], message: str) -> Non
 
 
 def test_a_dtype_that_cannot_hold_the_format_is_named() -> None:
-    model = ql.lower(nn.Linear(4, 4).half(), "bfp8")
-    with pytest.raises(ValueError, match=r"torch.float16 cannot hold every number of bfp8"):
+    model = ql.lower(nn.Linear(4, 4).half(), "bfp16")
+    with pytest.raises(ValueError, match=r"torch.float16 cannot hold every number of bfp16"):
         model(torch.ones(2, 4, dtype=torch.float16))
 
 

@@ -133,8 +133,8 @@ def test_grids_that_no_format_has_are_refused(change: dict[str, Any]) -> None:
         native.kernels.Grid(**fields | change)
 
 
-def test_memory_is_a_pair_of_integers() -> None:
-    for wrong in (1, "x", (1,), (1, 2, 3), [1, 2], (1.0, 2), (-1, 4), (2**64, 4)):
+def test_memory_is_two_or_three_integers() -> None:
+    for wrong in (1, "x", (1,), (1, 2, 3, 4), (1, 2, "x"), (1, 2, 2**64), [1, 2], (1.0, 2), (-1, 4), (2**64, 4)):
         with pytest.raises(TypeError):
             native.kernels.first_not_finite([wrong], 1)  # type: ignore[list-item]
 

@@ -79,15 +79,21 @@ def magnitudes(dtype: torch.dtype) -> list[float]:
 
 @pytest.mark.parametrize("dtype", HALVES)
 def test_every_number_is_read_and_written(dtype: torch.dtype) -> None:
-    every = torch.arange(2**16).to(torch.int16).view(dtype)  # all bit patterns, subnormal numbers, infinities and NaN included
-    codes = torch.arange(2**15 - 128, dtype=torch.int16)  # of bf16 without infinities and NaN: decoding to float16 rounds
+    every = (
+        torch.arange(2**16).to(torch.int16).view(dtype)
+    )  # all bit patterns, subnormal numbers, infinities and NaN included
+    codes = torch.arange(
+        2**15 - 128, dtype=torch.int16
+    )  # of bf16 without infinities and NaN: decoding to float16 rounds
     for level in native.levels():
         native.use_level(level)
         numbers = every[every.isfinite()] + 0.0  # rounding makes -0 a 0
         name = {torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
         assert same(encode(numbers, name).codes, numbers.view(torch.int16))
         assert same(encode(numbers, name).decode(), numbers)
-        assert same(quantize(every, name), every.nan_to_num(torch.nan, *(torch.finfo(dtype).max, torch.finfo(dtype).min)) + 0.0)
+        assert same(
+            quantize(every, name), every.nan_to_num(torch.nan, *(torch.finfo(dtype).max, torch.finfo(dtype).min)) + 0.0
+        )
         wide = decode_values(codes, None, parse("bf16"))
         assert same(decode_values(codes, None, parse("bf16"), dtype=dtype), wide.to(dtype))
         integers = torch.arange(-(2**15), 2**15).to(torch.int32).view(-1, 64)
@@ -166,7 +172,9 @@ def test_steps(name: str | None, rounding: Rounding, dtype: torch.dtype) -> None
                 0.1, 2000, weight_decay=1e-3, weights=name, gradients="bfp8", rounding=rounding, accumulator=accumulator
             )
 
-            def run(packed: bool, settings: StepSettings = settings, gradients: list[Tensor] = gradients) -> list[Tensor]:
+            def run(
+                packed: bool, settings: StepSettings = settings, gradients: list[Tensor] = gradients
+            ) -> list[Tensor]:
                 grid = name or {torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
                 theta = encode(start.to(dtype), grid) if packed else quantize(start.to(dtype), grid)
                 summed = start.clone() if settings.accumulator else None
@@ -215,7 +223,14 @@ def test_halves_that_the_kernels_would_misread_are_refused() -> None:
         native.relu_with_codes(x, x.float(), *codes, parse("bfp8"))
     with pytest.raises(ValueError, match=r"need a contiguous torch.float32 tensor .*got torch.float64"):
         native.decode(x.double(), *codes, parse("bfp8"))
-    for bad in ((x.data_ptr(), x.nbytes, 3), (x.data_ptr(), x.nbytes, -1), (x.data_ptr(), x.nbytes, 2**70), (1, 2, 3, 4)):
+    for bad in (
+        (x.data_ptr(), x.nbytes, 3),
+        (x.data_ptr(), x.nbytes, -1),
+        (x.data_ptr(), x.nbytes, 2**70),
+        (1, 2, 3, 4),
+    ):
         with pytest.raises((ValueError, TypeError)):
             native.kernels.first_not_finite([bad], 1)  # type: ignore[list-item]
-    assert native.kernels.FLOAT_TYPES == {str(dtype).removeprefix("torch."): n for dtype, n in native._FLOAT_TYPES.items()}
+    assert native.kernels.FLOAT_TYPES == {
+        str(dtype).removeprefix("torch."): n for dtype, n in native._FLOAT_TYPES.items()
+    }

@@ -1,5 +1,6 @@
 """Formats: names, grids, ranges, and the value sets of hardware."""
 
+import math
 from typing import Any
 
 import numpy as np
@@ -8,8 +9,22 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qlangevin import BF16, FP8_E4M3, FP8_E5M2, FP16, FP32, BlockFloat, FixedPoint, Float, Format, parse, quantize
-from qlangevin.quantization.formats import check_holds
+from qlangevin import (
+    BF16,
+    FP8_E4M3,
+    FP8_E5M2,
+    FP16,
+    FP32,
+    BlockFloat,
+    FixedPoint,
+    Float,
+    Format,
+    encode,
+    parse,
+    quantize,
+)
+from qlangevin.quantization.format_base import DtypeLimits
+from qlangevin.quantization.formats import check_holds, fit_dtype
 from qlangevin.quantization.laws import Mean
 from tests.helpers.strategies import NAMES, formats
 
@@ -140,16 +155,66 @@ def test_other_types_are_no_formats() -> None:
 
 @given(formats(), st.sampled_from([torch.float16, torch.bfloat16, torch.float32, torch.float64]))
 def test_a_dtype_holds_a_format_iff_its_numbers_survive(format: Format, dtype: torch.dtype) -> None:
+    given, format = format, format.within(DtypeLimits.of(dtype))
     least = 2.0**format.min_gap_exponent
     widest = torch.tensor([format.low, format.high, least], dtype=torch.float64)
     if isinstance(format, (BlockFloat, Float)):  # a number with all its digits at the lower end
         widest = torch.cat([widest, torch.tensor([(format.top - 1) * least], dtype=torch.float64)])
     survive = bool((widest.to(dtype).double() == widest).all())
     if survive:
-        check_holds(dtype, format)
+        assert fit_dtype(given, dtype) == format
+        check_holds(dtype, given)
     else:
         with pytest.raises(ValueError, match="cannot hold every number"):
-            check_holds(dtype, format)
+            fit_dtype(given, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bits", range(2, 13))
+@pytest.mark.parametrize("exp_bits", [3, 5, 8])
+def test_half_precision_clips_the_exponents_of_blocks_and_no_more(dtype: torch.dtype, bits: int, exp_bits: int) -> None:
+    format, info = BlockFloat(bits, "row", exp_bits), torch.finfo(dtype)
+    if bits - 1 > 1 - round(math.log2(info.eps)):
+        with pytest.raises(ValueError, match="use float32 tensors or fewer bits"):
+            fit_dtype(format, dtype)
+        return
+    fitted = fit_dtype(format, dtype)
+    assert parse(str(fitted)) == fitted
+    assert fitted.min_gap_exponent == max(format.min_gap_exponent, round(math.log2(info.smallest_normal * info.eps)))
+    assert fitted.high == max(
+        format.top * 2.0**e for e in range(-160, format.max_gap_exponent + 1) if format.top * 2.0**e <= info.max
+    )
+    exponents = torch.arange(fitted.min_gap_exponent, fitted.max_gap_exponent + 1)
+    numbers = torch.arange(-fitted.top, fitted.top + 1).double() * 2.0 ** exponents.double().view(-1, 1)
+    assert torch.equal(numbers.to(dtype).double(), numbers)  # all of them
+    assert fit_dtype(fitted, dtype) == fitted
+    assert (fitted == format) == (fitted.min_gap_exponent == format.min_gap_exponent and fitted.high == format.high)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name", "exponents"),
+    [(torch.bfloat16, "bfp8@bf16", (-127, 127)), (torch.float16, "bfp8@fp16", (-18, 15))],
+)
+def test_the_range_of_bfp8_in_half_precision(dtype: torch.dtype, name: str, exponents: tuple[int, int]) -> None:
+    fitted = fit_dtype(parse("bfp8"), dtype)
+    assert str(fitted) == name
+    assert (fitted.min_gap_exponent + 6, fitted.max_gap_exponent + 6) == exponents  # type: ignore[attr-defined]
+    ends = torch.tensor([[0.0, 0.0], [torch.inf, 1.0], [-torch.inf, 0.0], [2.0**-24, 0.0]], dtype=dtype)
+    q = encode(ends, "bfp8")
+    assert q.exponents is not None
+    assert q.exponents.tolist() == [exponents[0], exponents[1], exponents[1], max(-24, exponents[0])]
+    top = 127 * 2.0 ** (exponents[1] - 6)
+    assert q.decode().tolist() == [[0, 0], [top, 0], [-top, 0], [2.0**-24, 0]]
+
+
+def test_a_half_precision_that_cannot_hold_the_digits_is_refused() -> None:
+    for name in ("bfp10@bf16", "bfp13@fp16"):
+        with pytest.raises(
+            ValueError, match="inside must be None, 'bf16' for at most 9 bits or 'fp16' for at most 12, got"
+        ):
+            parse(name)
+    with pytest.raises(ValueError, match="got 'fp8' with 8 bits"):
+        BlockFloat(8, inside="fp8")  # type: ignore[arg-type]
 
 
 def test_a_number_far_below_the_gap_is_not_on_the_grid() -> None:

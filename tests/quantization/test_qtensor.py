@@ -134,7 +134,20 @@ def test_the_dtype_comes_back(dtype: torch.dtype) -> None:
     assert encode(x, "fixed8.3").decode().dtype == dtype
 
 
-@pytest.mark.parametrize("name", ["fixed8.3", "bfp8e4", "bfp4e4", "fp8_e4m3", "e4m3"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_blocks_beyond_the_range_of_a_dtype(dtype: torch.dtype) -> None:
+    # The codes stay; they decode as the numbers would convert, and what is written from then on is on the clipped grid.
+    x = torch.tensor([[0.0, 0.0], [2.0**-130, 3 * 2.0**-134], [1e6, 1.0], [3e38, 0.0], [1.0, 0.25]])
+    q = encode(x, "bfp8")
+    half = q.to(dtype)
+    assert torch.equal(half.codes, q.codes)
+    assert torch.equal(half.decode(), q.decode().to(dtype))
+    assert torch.equal(half.float().decode(), q.decode())
+    half.mul_(1.0)
+    assert torch.equal(half.decode(), quantize(q.decode().to(dtype), "bfp8"))
+
+
+@pytest.mark.parametrize("name", ["fixed8.3", "bfp8", "bfp8e4", "bfp4e4", "fp8_e4m3", "e4m3"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
 def test_another_dtype_has_the_same_codes(name: str, dtype: torch.dtype) -> None:
     q = coded(name, 4, 6)
@@ -153,8 +166,9 @@ def test_another_dtype_has_the_same_codes(name: str, dtype: torch.dtype) -> None
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
-        ("bfp8", torch.float16),
-        ("bfp8", torch.bfloat16),
+        ("bfp13", torch.float16),
+        ("bfp10", torch.bfloat16),
+        ("fixed8.30", torch.float16),
         ("fixed16.8", torch.bfloat16),
         ("fp8_e5m2", torch.float8_e4m3fn),
     ],

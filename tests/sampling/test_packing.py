@@ -209,15 +209,15 @@ def test_a_dtype_that_cannot_hold_the_format() -> None:
     model = build()[0].half()
     with (
         Unchanged(model),
-        pytest.raises(ValueError, match=r"'0.weight': torch.float16 cannot hold every number of bfp8"),
+        pytest.raises(ValueError, match=r"'0.weight': torch.float16 cannot hold every number of bfp16"),
     ):
-        pack(model, "bfp8")
+        pack(model, "bfp16")
     model, _ = build()
     model[2].half()
     with Unchanged(model), pytest.raises(ValueError, match=r"'2.weight': torch.float16 cannot hold"):
-        pack(model, "bfp8")  # the first layer could have been
-    model, _ = packed()
-    with Unchanged(model), pytest.raises(ValueError, match=r"torch.float16 cannot hold every number of bfp8"):
+        pack(model, "bfp16")  # the first layer could have been
+    model = pack(build()[0], "bfp16")
+    with Unchanged(model), pytest.raises(ValueError, match=r"torch.float16 cannot hold every number of bfp16"):
         model.half()
 
 

@@ -110,7 +110,7 @@ def test_a_forged_manifest_is_refused_in_words(i: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("format", "dtype"), [("bfp8", "float16"), ("bfp8", "float8_e5m2"), ("fixed16.12", "bfloat16")]
+    ("format", "dtype"), [("bfp16", "float16"), ("bfp8", "float8_e5m2"), ("fixed16.12", "bfloat16")]
 )
 def test_a_dtype_that_cannot_hold_the_format_is_refused(format: str, dtype: str) -> None:
     with pytest.raises(DamagedError, match=r"the manifest is damaged: .*cannot hold"):

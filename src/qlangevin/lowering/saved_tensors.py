@@ -119,11 +119,7 @@ class SavedAsCodes(torch.autograd.graph.saved_tensors_hooks):
 
     def _find_codes(self, t: Tensor) -> SavedCodes | None:
         """Return the codes of t, encoding it if no operation has saved it yet; None if t is not on the grid or too small."""
-        if (
-            type(t) is not Tensor
-            or not self._saves_memory(t)
-            or (t.is_leaf and t.requires_grad)
-        ):
+        if type(t) is not Tensor or not self._saves_memory(t) or (t.is_leaf and t.requires_grad):
             return None
         kernels = kernels_for(t)
         if kernels is not None and kernels.deferred:

@@ -20,6 +20,7 @@ from ..quantization.operators import Algorithm, Rounding
 from ..quantization.qtensor import decoded
 from . import compiled
 from .checks import check_parameter, first_not_a_number
+from .grad_scale import divide_gradients, takes_scaled_gradients
 from .in_backward import drop_passes, read_options, refuse_pass
 from .interrupts import Uninterrupted
 from .saved_state import check_states, without_private
@@ -58,8 +59,9 @@ class SGLD(Stepper):
         stream: distinguishes chains that share a seed.
         step_in_backward: step each parameter as soon as ``backward`` has its gradient, and free the gradient: there is never
             more than one of them. ``step()`` or ``zero_grad()`` ends the step; one more gradient of a parameter before that
-            raises RuntimeError. ``backward`` leaves no gradients, so `torch.nn.utils.clip_grad_norm_` has no effect; and if
-            one is not finite, the parameters whose gradients came before it have stepped.
+            raises RuntimeError. ``backward`` leaves no gradients, so `torch.nn.utils.clip_grad_norm_` has no effect and a
+            `torch.amp.GradScaler` cannot be used; and if one is not finite, the parameters whose gradients came before it
+            have stepped.
         accumulate: with ``step_in_backward``, step at the k-th backward pass, on the sum of k gradients (scale the loss by
             1/k for their mean), which takes the memory of one gradient for each parameter. ``step()`` after fewer passes
             steps on those.
@@ -151,6 +153,8 @@ class SGLD(Stepper):
         On a GPU the step does not wait for the device. If a gradient is not finite, that step and those after it change nothing,
         and a later ``step()``, or `check`, raises the error; the chain goes on from where it was. A step captured in a CUDA
         graph has the settings, ``lr`` among them, of the capture, and draws new random bits in each replay.
+
+        A `torch.amp.GradScaler` calls it by ``scaler.step(sampler)``, and skips the step if a gradient is not finite.
         """
         compiling = torch.compiler.is_compiling()
         if not compiling:
@@ -162,9 +166,18 @@ class SGLD(Stepper):
         if compiling:
             compiled.trace_step(self)
             return loss
-        early = self._step_all(self._find_gradients([p for group in self.param_groups for p in group["params"]]))
+        found = self._find_gradients([p for group in self.param_groups for p in group["params"]])
+        gradients = divide_gradients(found, getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
+        if gradients is None:
+            return loss
+        early = self._step_all(gradients)
         self._warn_of_passes("step() takes", early, stacklevel=6)  # torch wraps it twice
         return loss
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """True if a GradScaler, which asks for it, is to leave it to `step` to divide the gradients."""
+        return takes_scaled_gradients(self.everyone, self.step_in_backward)
 
     @torch.no_grad()
     def step_one(self, p: Tensor) -> None:

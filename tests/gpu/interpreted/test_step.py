@@ -105,6 +105,8 @@ def test_a_step(
 def test_half_precision_parameters(dtype: torch.dtype) -> None:
     assert check(StepSettings(0.1, 100, weight_decay=0.1), None, dtype) == 2
     assert check(StepSettings(0.1, 100, weights="fixed8.6", maximize=True), None, dtype) == 2
+    assert check(StepSettings(0.1, 100, weights="bfp8", accumulator="fp32"), None, dtype) <= 4
+    assert check(StepSettings(0.1, 100, weight_decay=0.1), "bfp8", dtype) == 2
 
 
 @pytest.mark.slow
