@@ -15,6 +15,7 @@ from .quantization.operators import corrected, quantize
 from .quantization.qtensor import QTensor, encode
 from .quantization.random import Key
 from .sampling.loader import Loader
+from .sampling.loss_scale import check_loss_scale
 from .sampling.packing import pack, unpack
 from .sampling.schedules import ConstantLR, CyclicalLR, LinearDecayLR, StepDecayLR
 from .sampling.sgld import SGLD
@@ -53,6 +54,7 @@ __all__ = [
     "StepDecayLR",
     "Uncertainty",
     "__version__",
+    "check_loss_scale",
     "corrected",
     "diagnostics",
     "distributed",
