@@ -22,6 +22,7 @@ from ..sampling.loader import Loader
 __all__ = [
     "batch_size",
     "group_batches",
+    "is_several",
     "list_tensors",
     "move_batch",
     "split_batch",

@@ -13,6 +13,7 @@ from .model_tensors import check_fits
 
 __all__ = ["fit_names", "match_names"]
 
+ADAPTER = "lora_"
 # Names that wrappers of single layers put in the middle, and no model has of its own.
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 
@@ -23,11 +24,20 @@ def fit_names(found: Mapping[str, TensorInfo], stored: Mapping[str, TensorInfo],
     if names:
         check_fits({name: found[names[name]] for name in stored}, stored, what)
         return names
+    there, here = ({_strip(name): name for name in names} for names in (stored, found))
+    prefix, longer = _find_prefix(there, here)
+    equal = len({prefix + name for name in (here if longer else there)} & (there if longer else here).keys())
+    if 2 * equal <= max(len(there), len(here)):
+        prefix, longer = "", False  # too few are equal with it to mean anything
+    if longer:
+        renamed = {there.get(prefix + name, full): full for name, full in here.items()}
+    else:
+        renamed = {there.get(name.removeprefix(prefix), full): full for name, full in here.items()}
     try:
-        check_fits(found, stored, what)
+        check_fits({name: found[full] for name, full in renamed.items()}, stored, what)
     except ValueError as error:
-        raise ValueError(f"{error}{_explain(stored, found)}") from None
-    return {name: name for name in stored}
+        raise ValueError(f"{error}{_explain(there, here, prefix, longer)}") from None
+    raise AssertionError("unreachable")
 
 
 def match_names(stored: Iterable[str], found: Iterable[str]) -> dict[str, str]:
@@ -65,17 +75,14 @@ def _find_prefix(there: Iterable[str], here: Iterable[str]) -> tuple[str, bool]:
     return best
 
 
-def _explain(stored: Iterable[str], found: Iterable[str]) -> str:
+def _explain(there: Iterable[str], here: Iterable[str], prefix: str, longer: bool) -> str:
     """Return what else can be said of names that do not match."""
-    there, here = ({_strip(name) for name in names} for names in (stored, found))
-    prefix, longer = _find_prefix(there, here)
+    if any(ADAPTER in name for name in there) and not any(ADAPTER in name for name in here):
+        return f". The store has adapters ({ADAPTER}...): give the model with them, as peft's get_peft_model returns it"
     if prefix:
         one, other = ("the store", "the model") if longer else ("the model", "the store")
         return (
-            f". Most names of {one} are those of {other} after {prefix!r}, but not all: give the model in the wrapper it was "
-            "sampled in, or the one inside that wrapper, with the same parts"
+            f". The other names of {one} are those of {other} after {prefix!r}: give the model in the wrapper it was sampled "
+            "in, or the one inside of it, with the same parts"
         )
-    for part, tool in (("lora_", "the model with its adapters, as peft's get_peft_model returns it"),):
-        if any(part in name for name in there) and not any(part in name for name in here):
-            return f". The store has adapters ({part}...): give {tool}"
     return ""

@@ -10,19 +10,21 @@ can tell: a sum over B examples is the mean of another loss, B times as large.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from .. import lowering
 from .._warnings import warn
+from .batches import is_several, list_tensors
+from .ensemble import evaluation_mode
 
 __all__ = ["check_loss_scale"]
 
 M = TypeVar("M", bound=nn.Module)
-TOLERANCE = 0.1  # of the ratio: half precision and stochastic rounding change it by less
+MOST = 1.5  # between a mean and a sum: rounding of lowered layers, or a penalty in the loss, move the ratio by less
 
 
 def check_loss_scale(loss_fn: Callable[[M, Any], Tensor], model: M, batch: Any) -> float:
@@ -40,18 +42,20 @@ def check_loss_scale(loss_fn: Callable[[M, Any], Tensor], model: M, batch: Any) 
     parameters = [p for p in model.parameters() if p.requires_grad]
     if not parameters:
         raise ValueError("model must have a parameter that requires gradients, got none")
-    devices = [p.device for p in parameters if p.is_cuda]
-    with _evaluating(model), torch.random.fork_rng(devices), torch.enable_grad():
-        once, twice = (_gradient_norm(loss_fn(model, x), parameters) for x in (batch, _repeat(batch, size)))
+    devices, counts = [p.device for p in parameters if p.is_cuda], lowering.state_dict(model)
+    try:
+        with evaluation_mode(model), torch.random.fork_rng(devices), torch.enable_grad():
+            once, twice = (_gradient_norm(loss_fn(model, x), parameters) for x in (batch, _repeat(batch, size)))
+    finally:
+        lowering.load_state_dict(model, counts)  # or the chain would go on with other random bits
     if once == 0:
         raise ValueError("the gradient of the loss is zero for this batch; give another batch, or other weights")
     ratio = twice / once
-    if abs(ratio - 1) > TOLERANCE:
-        kind = "a sum over the batch" if abs(ratio - 2) <= TOLERANCE else "no mean over the batch"
+    if ratio > MOST:
         warn(
-            f"the loss looks like {kind}: its gradient grows {ratio:.3g} times when every example stands twice in the batch. SGLD "
-            "needs the mean over what num_data counts, or each example counts as often as a batch has examples; divide the loss by "
-            f"the number of examples, {size} in this batch"
+            f"the loss looks like a sum over the batch: its gradient grows {ratio:.3g} times when every example stands twice in "
+            "the batch. SGLD needs the mean over what num_data counts, or each example counts as often as a batch has examples; "
+            f"divide the loss by the number of examples, {size} in this batch"
         )
     return ratio
 
@@ -69,15 +73,8 @@ def _gradient_norm(loss: Any, parameters: list[nn.Parameter]) -> float:
     return norm
 
 
-def _tensors(x: Any) -> Iterator[Tensor]:
-    if isinstance(x, Tensor):
-        yield x
-    for part in x.values() if isinstance(x, Mapping) else x if isinstance(x, (list, tuple)) else ():
-        yield from _tensors(part)
-
-
 def _count_examples(batch: Any) -> int:
-    sizes = [t.shape[0] for t in _tensors(batch) if t.dim()]
+    sizes = [t.shape[0] for t in list_tensors(batch) if t.dim()]
     if not sizes or not sizes[0]:
         raise ValueError(f"batch must hold tensors whose first dim is the examples', got {type(batch).__name__}")
     return sizes[0]
@@ -89,19 +86,7 @@ def _repeat(x: Any, size: int) -> Any:
         return torch.cat([x, x]) if x.dim() and x.shape[0] == size else x
     if isinstance(x, Mapping):
         return {name: _repeat(value, size) for name, value in x.items()}
-    if isinstance(x, (list, tuple)):
+    if is_several(x):
         parts = [_repeat(part, size) for part in x]
         return type(x)(*parts) if hasattr(x, "_fields") else type(x)(parts)
     return x
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Put a model in evaluation mode, and its modules back in the modes they had."""
-    before = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in before:
-            module.training = training
