@@ -8,6 +8,7 @@ from . import gpu, lowering, native, theory
 from ._version import __version__
 from ._warnings import QLangevinWarning
 from .lowering.layers import Quantize, lower, unlower
+from .prediction.loss_scale import check_loss_scale
 from .prediction.posterior import Posterior
 from .prediction.predictive import Uncertainty
 from .quantization.formats import BF16, FP8_E4M3, FP8_E5M2, FP16, FP32, BlockFloat, FixedPoint, Float, Format, parse
@@ -53,6 +54,7 @@ __all__ = [
     "StepDecayLR",
     "Uncertainty",
     "__version__",
+    "check_loss_scale",
     "corrected",
     "diagnostics",
     "distributed",

@@ -72,7 +72,7 @@ def test_statistics_are_those_of_each_sample_and_computed_once(fill: Fill) -> No
     assert passes == 3
     assert model_state(model) == before
     assert torch.equal(open_posterior(posterior.members, model, batch_norm=batches()).samples(x), first)
-    means = [posterior._statistics[s]["norm.running_mean"] for s in posterior.members[:3]]
+    means = [posterior._weights.statistics[s]["norm.running_mean"] for s in posterior.members[:3]]
     assert not torch.equal(means[0], means[1])
 
 
@@ -86,7 +86,7 @@ def test_dropout_is_off_while_statistics_are_estimated(fill: Fill) -> None:
     assert torch.equal(torch.get_rng_state(), generator)
     inner = nn.functional.linear(data, store[0]["0.weight"], store[0]["0.bias"])
     expected = torch.stack((inner[:16].mean(0), inner[16:].mean(0))).mean(0)
-    torch.testing.assert_close(posterior._statistics[posterior.members[0]]["2.running_mean"], expected)
+    torch.testing.assert_close(posterior._weights.statistics[posterior.members[0]]["2.running_mean"], expected)
 
 
 def test_a_model_that_is_a_batch_norm_itself(fill: Fill) -> None:
@@ -127,7 +127,7 @@ def test_batch_norm_weighs_batches_by_their_size(tmp_path: Path) -> None:
     data = torch.cat((torch.randn(100, 1), torch.full((2, 1), 10.0)))
     posterior = Posterior.open(store_draws(tmp_path, model=model), model, batch_norm=[data[:100], data[100:]])
     posterior.predict(data)
-    torch.testing.assert_close(posterior._statistics[posterior.members[0]]["0.running_mean"], data.mean(0))
+    torch.testing.assert_close(posterior._weights.statistics[posterior.members[0]]["0.running_mean"], data.mean(0))
 
 
 def test_estimating_statistics_does_not_move_a_loader(tmp_path: Path) -> None:

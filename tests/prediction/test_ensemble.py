@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import qlangevin as ql
 from qlangevin.experiments import models
 from qlangevin.prediction import ensemble
+from qlangevin.prediction.weights import Weights
 from tests.helpers.networks import CASES
 from tests.helpers.posteriors import (
     Fill,
@@ -66,15 +67,15 @@ def test_weights_are_stacked_once(fill: Fill, monkeypatch: pytest.MonkeyPatch) -
     model, x = build_case("mlp", "packed")
     posterior = open_posterior(fill(model), model, True)
     decoded: list[int] = []
-    monkeypatch.setattr(ql.Sample, "decode", _noting(decoded, ql.Sample.decode))
+    monkeypatch.setattr(Weights, "decode", _noting(decoded, Weights.decode))
     assert torch.equal(posterior.samples(x), posterior.samples(x))
     assert decoded == [0, 1, 2]
 
 
 def _noting(noted: list[int], decode: Any) -> Any:
-    def note(sample: ql.Sample, device: Any = None) -> Any:
+    def note(weights: Weights, sample: ql.Sample) -> Any:
         noted.append(sample.index)
-        return decode(sample, device)
+        return decode(weights, sample)
 
     return note
 
@@ -245,17 +246,17 @@ def test_one_decoded_sample_at_a_time(name: str, kind: str, fill: Fill, monkeypa
     model, x = build_case(name, kind)
     packed = [n for n, p in model.named_parameters() if isinstance(p, ql.QTensor)]
     monkeypatch.setattr(ensemble, "MAX_STACK", 1)  # which makes any model large
-    posterior, decode = open_posterior(fill(model, 5), model), ql.Sample.decode
+    posterior, decode = open_posterior(fill(model, 5), model), Weights.decode
     seen: list[weakref.ref[Tensor]] = []
     alive: list[int] = []
 
-    def recorded(sample: ql.Sample, device: Any = None) -> dict[str, Tensor]:
+    def recorded(weights: Weights, sample: ql.Sample) -> dict[str, Tensor]:
         alive.append(sum(ref() is not None for ref in seen))
-        tensors = decode(sample, device)
+        tensors = decode(weights, sample)
         seen.extend(weakref.ref(tensors[n]) for n in packed)
         return tensors
 
-    monkeypatch.setattr(ql.Sample, "decode", recorded)
+    monkeypatch.setattr(Weights, "decode", recorded)
     list(posterior.predict_loader([x, x, x]))
     assert len(seen) == 5 * len(packed)
     assert alive == [0] * 5
@@ -265,6 +266,6 @@ def test_a_sample_is_decoded_once_for_several_small_batches(fill: Fill, monkeypa
     model, x = build_case("lstm", "packed")
     posterior = open_posterior(fill(model), model)
     decoded: list[int] = []
-    monkeypatch.setattr(ql.Sample, "decode", _noting(decoded, ql.Sample.decode))
+    monkeypatch.setattr(Weights, "decode", _noting(decoded, Weights.decode))
     assert len(list(posterior.predict_loader([x] * 10))) == 10
     assert decoded == [0, 1, 2]

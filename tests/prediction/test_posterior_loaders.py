@@ -75,11 +75,6 @@ def test_an_empty_loader_gives_nothing(posterior: Posterior) -> None:
         metrics.evaluate(posterior.predict_loader([]))
 
 
-def test_a_batch_of_three_things_is_refused(posterior: Posterior) -> None:
-    with pytest.raises(ValueError, match="inputs, or inputs and labels, got 3 things; several inputs go into a tuple"):
-        list(posterior.predict_loader([(X, X, LABELS)]))
-
-
 def test_a_loader_that_fails_says_so(posterior: Posterior) -> None:
     def failing() -> Iterator[Tensor]:
         yield X

@@ -36,6 +36,7 @@ def test_resumed_at_any_step_a_run_is_the_same_to_the_bit(kind: str, tmp_path: P
         assert resumed.state() == whole.state()
 
 
+@pytest.mark.filterwarnings("ignore:dropout is active while sampling")
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_last_checkpoint_of_a_resumed_run_is_the_same_to_the_byte(kind: str, tmp_path: Path) -> None:
     whole = make(kind)

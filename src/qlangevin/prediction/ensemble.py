@@ -16,16 +16,18 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, vmap
-from torch.nn.utils.rnn import PackedSequence
+from torch.func import vmap
 
 from .. import lowering
 from .._warnings import warn_once
-from ..storage.model_tensors import named_tensors, unwrap
+from ..storage.model_tensors import named_tensors, to_plain, unwrap
+from .batches import batch_size, list_tensors
+from .calling import Forward, call_model, find_output
 
-__all__ = ["Ensemble", "estimate_batch_norm", "evaluation_mode", "list_tensors", "split_inputs"]
+__all__ = ["Ensemble", "estimate_batch_norm", "evaluation_mode", "exclusively"]
 
 Tensors = Mapping[str, Tensor]
+Stacked = tuple[Tensor, bool]  # a tensor of many samples and True, or one that they share and False
 
 MAX_STACK = 1 << 24  # floats of stacked weights at a time: 64 MB
 MAX_WORK = 1 << 26  # weights times examples: beyond that a product takes longer than its call
@@ -36,11 +38,26 @@ MAX_STACKED_INPUT = 1 << 26  # samples times input elements: activations are abo
 _locks: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
 
 
-class Ensemble:
-    """A model and the ``count`` sets of weights to evaluate it with; ``decode(i)`` returns the i-th."""
+def exclusively(model: nn.Module) -> Any:
+    """Return the lock of a model, a context manager."""
+    return _locks.setdefault(model, RLock())
 
-    def __init__(self, model: nn.Module, count: int, decode: Callable[[int], Tensors], vectorize: bool | None) -> None:
-        self.model, self.count, self.decode = unwrap(model), count, decode
+
+class Ensemble:
+    """A model and the ``count`` sets of weights to evaluate it with; ``decode(i)`` returns the i-th.
+
+    Tensors that a set of weights lacks are the model's own.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        count: int,
+        decode: Callable[[int], Tensors],
+        vectorize: bool | None,
+        forward: Forward | None = None,
+    ) -> None:
+        self.model, self.count, self.decode, self.forward = unwrap(model), count, decode, forward
         self.weights = sum(p.numel() for p in self.model.parameters())
         kinds = {type(module) for module in self.model.modules()}
         self.recurrent = any(issubclass(kind, nn.RNNBase) for kind in kinds)
@@ -50,11 +67,11 @@ class Ensemble:
         self.vmap_failed = False  # it cannot transform the model
         self.vmap_limit = math.inf  # input elements with which it ran out of memory
         self.given: set[str] = set()  # warnings
-        self.kept_stack: Tensors | None = None  # if it holds all samples
+        self.kept_stack: Mapping[str, Stacked] | None = None  # if it holds all samples
 
     def outputs(self, inputs: Sequence[Any]) -> Iterator[tuple[int, Tensor]]:
         """Yield (i, outputs (sample, example, ...) of some samples for inputs[i]), in all those of every sample for every i."""
-        with _locks.setdefault(self.model, RLock()), torch.no_grad(), evaluation_mode(self.model):
+        with exclusively(self.model), torch.no_grad(), evaluation_mode(self.model):
             vectorized = self._evaluate_vectorized({i: x for i, x in enumerate(inputs) if self._pays_to_vectorize(x)})
             for i, found in vectorized.items():
                 yield from ((i, y) for y in found)
@@ -75,7 +92,7 @@ class Ensemble:
             return False
         if _count_elements(x) >= self.vmap_limit:
             return False
-        work = self.weights * (first.shape[0] if first.dim() else 1)
+        work = self.weights * batch_size(x)
         return work <= MAX_WORK and not (self.convolves and first.numel() > MAX_CONVOLVED)
 
     def _evaluate_vectorized(self, inputs: dict[int, Any]) -> dict[int, list[Tensor]]:
@@ -110,7 +127,7 @@ class Ensemble:
             stacklevel=6,
         )
 
-    def _stack_weights(self) -> Iterator[Tensors]:
+    def _stack_weights(self) -> Iterator[Mapping[str, Stacked]]:
         """Yield the stacked weights of as many samples at a time as `MAX_STACK` allows; keep them if that is all samples."""
         if self.kept_stack is not None:
             yield self.kept_stack
@@ -118,35 +135,31 @@ class Ensemble:
         size = max(1, MAX_STACK // max(self.weights, 1))
         for start in range(0, self.count, size):
             members = [self.decode(s) for s in range(start, min(start + size, self.count))]
-            stack = {name: torch.stack([tensors[name] for tensors in members]) for name in members[0]}
+            stack = _stack(members)
             if len(members) == self.count:
                 self.kept_stack = stack
             yield stack
 
-    def _call_stacked(self, stack: Tensors, x: Any) -> Iterator[Tensor]:
-        samples = len(next(iter(stack.values())))
+    def _call_stacked(self, stack: Mapping[str, Stacked], x: Any) -> Iterator[Tensor]:
+        shared = {name: t for name, (t, many) in stack.items() if not many}
+        several = {name: t for name, (t, many) in stack.items() if many}
+        samples = len(next(iter(several.values())))
         elements = _count_elements(x)
         size = max(1, MAX_STACKED_INPUT // max(elements, 1))
         for start in range(0, samples, size):
-            some = {name: t[start : start + size] for name, t in stack.items()}
-            yield vmap(lambda tensors: self._call_model(tensors, x), randomness="error")(some)
+            some = {name: t[start : start + size] for name, t in several.items()}
+            yield vmap(lambda tensors: self._call_model({**shared, **tensors}, x), randomness="error")(some)
 
     def _call_model(self, tensors: Tensors, x: Any) -> Tensor:
-        args, kwargs = split_inputs(x)
         counted = [t for t in list_tensors(x) if not t.is_inference()]
         versions = [t._version for t in counted]
         with self.slots.fill(tensors):
-            output = self.model(*args, **kwargs)
+            output = call_model(self.model, x, self.forward)
         if [t._version for t in counted] != versions:
             raise ValueError(
                 "the model changes its input in place, so that the next sample would see another; let it copy"
             )
-        if not isinstance(output, Tensor) or not output.dtype.is_floating_point:
-            kind = output.dtype if isinstance(output, Tensor) else type(output).__name__
-            raise TypeError(
-                f"the model must return a tensor of floating-point numbers, got {kind}; wrap it in one that does"
-            )
-        return output
+        return find_output(output, self.forward)
 
 
 class WeightSlots:
@@ -168,15 +181,18 @@ class WeightSlots:
         ]
 
     @contextmanager
-    def fill(self, tensors: Tensors) -> Iterator[None]:
-        """Exchange the tensors within this context; buffers are copied, because a model may write to them."""
-        before = [entries[key] for entries, key, _, _ in self.slots]
+    def fill(self, tensors: Tensors, copy_buffers: bool = True) -> Iterator[None]:
+        """Exchange these tensors within this context; buffers are copied, because a model may write to them."""
+        before = [(entries, key, entries[key]) for entries, key, _, _ in self.slots]
         try:
             for entries, key, name, is_buffer in self.slots:
-                entries[key] = tensors[name].clone() if is_buffer else tensors[name]
+                if name in tensors:
+                    entries[key] = tensors[name].clone() if is_buffer and copy_buffers else tensors[name]
+                elif is_buffer and copy_buffers:
+                    entries[key] = entries[key].clone()
             yield
         finally:
-            for (entries, key, _, _), t in zip(self.slots, before, strict=True):
+            for entries, key, t in before:
                 entries[key] = t
 
 
@@ -192,17 +208,16 @@ def allow_vmap_fallback(allowed: bool) -> Iterator[None]:
         switch._set_vmap_fallback_enabled(before)
 
 
-def split_inputs(x: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments and keyword arguments of a model: of a tensor, a tuple of arguments, or a dict of named ones."""
-    if isinstance(x, Mapping):
-        return (), dict(x)
-    several = isinstance(x, (list, tuple)) and not isinstance(x, PackedSequence)
-    return (tuple(x), {}) if several else ((x,), {})
-
-
-def list_tensors(x: Any) -> list[Tensor]:
-    args, kwargs = split_inputs(x)
-    return [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
+def _stack(members: Sequence[Tensors]) -> dict[str, Stacked]:
+    """Stack the tensors of several samples; those that they share, such as frozen parameters, stay alone."""
+    shared = {name for name, t in members[0].items() if all(other[name] is t for other in members)}
+    shared = set() if len(members) == 1 or len(shared) == len(members[0]) else shared
+    return {
+        name: (to_plain(t), False)
+        if name in shared
+        else (torch.stack([to_plain(other[name]) for other in members]), True)
+        for name, t in members[0].items()
+    }
 
 
 def _count_elements(x: Any) -> int:
@@ -230,7 +245,9 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
 
 
 @torch.no_grad()
-def estimate_batch_norm(model: nn.Module, tensors: Tensors, batches: Iterator[Any]) -> dict[str, Tensor]:
+def estimate_batch_norm(
+    model: nn.Module, tensors: Tensors, batches: Iterator[Any], forward: Forward | None = None
+) -> dict[str, Tensor]:
     """Estimate the statistics of batch normalization for these weights: averages over batches, weighted by their size."""
     norms = {
         name: module
@@ -244,18 +261,17 @@ def estimate_batch_norm(model: nn.Module, tensors: Tensors, batches: Iterator[An
         if (full := f"{name}.{kind}".lstrip("."))
     }
     momenta, counts = {name: module.momentum for name, module in norms.items()}, lowering.state_dict(model)
-    with evaluation_mode(model):
+    with evaluation_mode(model), WeightSlots(model).fill({**tensors, **statistics}, copy_buffers=False):
         try:
             lowering.load_state_dict(model, dict.fromkeys(counts, 0))  # the same rounding for every sample
             seen = 0
             for x in batches:
-                args, kwargs = split_inputs(x)
-                new = len(list_tensors(x)[0])
+                new = batch_size(x)
                 seen += new
                 for module in norms.values():
                     module.train()
                     module.momentum = new / seen
-                functional_call(model, {**tensors, **statistics}, args, kwargs)
+                call_model(model, x, forward)
         finally:
             lowering.load_state_dict(model, counts)
             for name, module in norms.items():

@@ -21,6 +21,8 @@ __all__ = ["check_accumulator", "check_gradient", "check_parameter", "first_not_
 def check_parameter(p: Tensor, settings: StepSettings) -> None:
     """Refuse a parameter that its model no longer has, and formats that it, its accumulator or its shard cannot hold."""
     check_not_replaced(p)
+    if not p.requires_grad and p.grad is None:
+        return  # it is frozen, and will not be stepped
     part = local(p)
     _check_dtype(part.dtype, settings.weights, settings.accumulator)
     if isinstance(part, QTensor):

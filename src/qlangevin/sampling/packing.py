@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from .._select import Choice, select_modules
-from .._validate import check_choice
+from .._validate import check_choice, check_flag
 from ..quantization import random
 from ..quantization.formats import Format, check_holds, parse
 from ..quantization.operators import Rounding
@@ -32,13 +32,14 @@ def pack(
     rounding: Rounding = "stochastic",
     seed: int = 0,
     stream: int = 0,
+    frozen: bool = False,
 ) -> M:
     """Turn parameters into `QTensor` parameters, in place; returns the model.
 
     Every layer works as before: it decodes its weights when it computes, in forward and again in backward, and frees the
-    decoded copy. `SGLD` steps on the codes. Frozen parameters stay as they are. Packing rounds with the bits that a sampler of
-    the same seed and stream, made for all of ``model.parameters()``, would have used: without an accumulator, a packed chain
-    is the unpacked one.
+    decoded copy. `SGLD` steps on the codes. Frozen parameters, those that do not require gradients, stay as they are unless
+    ``frozen`` is True. Packing rounds with the bits that a sampler of the same seed and stream, made for all of
+    ``model.parameters()``, would have used: without an accumulator, a packed chain is the unpacked one.
 
     The model has other parameters afterwards. Train with any optimizer, then pack, then make the sampler. From then on an
     optimizer that was made before raises ValueError when it is to step a parameter that was replaced.
@@ -49,15 +50,18 @@ def pack(
         layers, skip: whose parameters, by type, name pattern or predicate of name and module.
         rounding: ``"stochastic"`` or ``"nearest"``.
         seed, stream: of the random bits; those of the sampler.
+        frozen: pack frozen parameters too, such as the base under an adapter, rounded to nearest: no average over samples would
+            make up for the noise of a stochastic rounding. They stay frozen.
     """
     parsed = parse(weights)
+    check_flag("frozen", frozen)
     check_choice("rounding", rounding, ("nearest", "stochastic"))
     order = {id(p): i for i, p in enumerate(model.parameters())}
     chosen = [
         (f"{where}.{name}".lstrip("."), module, p)
         for where, module in select_modules(model, layers, skip).items()
         for name, p in module.named_parameters(recurse=False, remove_duplicate=False)
-        if p.requires_grad
+        if p.requires_grad or (frozen and p.is_floating_point())
     ]
     for full, module, p in chosen:
         _check_can_be_packed(full, module, p, parsed)
@@ -65,8 +69,9 @@ def pack(
     for _, _, p in chosen:
         if id(p) not in packed:
             key = parameter_key(seed, stream, order[id(p)], 0)
-            rounded = quantize_for(random.WEIGHT, p.detach(), str(parsed), rounding, key)
-            packed[id(p)] = nn.Parameter(encode_rounded(rounded, parsed))
+            how: Rounding = rounding if p.requires_grad else "nearest"
+            rounded = quantize_for(random.WEIGHT, p.detach(), str(parsed), how, key)
+            packed[id(p)] = nn.Parameter(encode_rounded(rounded, parsed), requires_grad=p.requires_grad)
     return replace_parameters(model, packed, by="pack")
 
 

@@ -23,6 +23,7 @@ from .checks import check_parameter, first_not_a_number
 from .grad_scale import divide_gradients, takes_scaled_gradients
 from .in_backward import drop_passes, read_options, refuse_pass
 from .interrupts import Uninterrupted
+from .prior import resolve_prior
 from .saved_state import check_states, without_private
 from .settings import FIELDS, StepSettings
 from .stepping import Plan, Stepper
@@ -45,9 +46,10 @@ class SGLD(Stepper):
         params: parameters, named parameters or groups; a group may override any setting. From here on they are on the
             grid of ``weights``.
         lr: the learning rate for the mean loss.
-        num_data: N, the number of training examples.
+        num_data: N, the number of training examples: of whatever the loss is a mean over. If that is tokens, their number.
         temperature: T, scales the noise; 1 samples the posterior, 0 is SGD.
-        weight_decay: λ, the precision of the Gaussian prior over N.
+        weight_decay: λ, the precision of the Gaussian prior over N; 0 by default.
+        prior_std: σ, the standard deviation of that prior, in the place of ``weight_decay``: λ = 1 / (σ² N).
         weights: Q_W, the format of the parameters; None leaves them in their dtype's own precision, or as they are packed.
         gradients: Q_G, the format gradients are rounded to, stochastically; None for full precision.
         accumulator: None keeps only the parameters (SGLDLP-L); ``"fp32"`` (SGLDLP-F) or any other format keeps a second
@@ -78,7 +80,7 @@ class SGLD(Stepper):
         num_data: float,
         *,
         temperature: float = 1.0,
-        weight_decay: float = 0.0,
+        weight_decay: float | None = None,
         weights: str | Format | None = None,
         gradients: str | Format | None = None,
         accumulator: str | Format | None = None,
@@ -90,16 +92,21 @@ class SGLD(Stepper):
         step_in_backward: bool = False,
         accumulate: int = 1,
         max_grad_norm: float | None = None,
+        prior_std: float | None = None,
     ) -> None:
         given = locals()
+        StepSettings.from_group({**given, "weight_decay": 0.0})  # num_data, before the prior is divided by it
+        prior = resolve_prior(given, {})
         self.step_in_backward = check_flag("step_in_backward", step_in_backward)
-        defaults = {name: given[name] for name in FIELDS} | read_options(given, self.step_in_backward).to_group()
+        defaults = {name: given[name] for name in FIELDS} | prior
+        defaults |= read_options(given, self.step_in_backward).to_group()
         StepSettings.from_group(defaults)
         self._begin_watching()
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters; they are put on their grid at once."""
+        """Add parameters; those that require gradients are put on their grid at once."""
+        param_group = {**param_group, **resolve_prior(param_group, self.defaults)}
         settings = StepSettings.from_group({**self.defaults, **param_group})
         read_options({**self.defaults, **param_group}, self.step_in_backward)
         self._settle()
@@ -243,7 +250,8 @@ class SGLD(Stepper):
 
     def saturated(self) -> int:
         """Count the weights at an end of their format's range, where updates are clipped."""
-        each = [(p, StepSettings.from_group(group)) for group in self.param_groups for p in map(local, group["params"])]
+        groups = [(group["params"], StepSettings.from_group(group)) for group in self.param_groups]
+        each = [(local(p), settings) for params, settings in groups for p in params if p.requires_grad]
         with torch.no_grad():
             return sum(count_saturated(decoded(p), settings.weights_format(p)) for p, settings in each)
 

@@ -109,9 +109,15 @@ class Stepper(Optimizer):
         return self._thetas.get(p, local(p)) if self._thetas else local(p)
 
     def _begin_state(self, p: Tensor, state: dict[str, Any], settings: StepSettings) -> None:
-        """Fill the state of a new parameter: random bits of its own, an accumulator; and put it on its grid."""
+        """Fill the state of a new parameter: random bits of its own, an accumulator; and put it on its grid.
+
+        A frozen parameter is left as it is: a base under adapters keeps its precision, and takes no memory for an accumulator.
+        """
         state["index"] = 1 + max((other.get("index", -1) for other in self.state.values()), default=-1)
         state["step"] = 0
+        state["version"] = p._version
+        if not p.requires_grad and p.grad is None:
+            return
         part, source, key = local(p), local(p), settings.key_of(p, state["index"], 0)
         if settings.accumulator:
             source = state["accumulator"] = begin_accumulator(part, settings, key)

@@ -128,7 +128,8 @@ class Watch:
                 self.given,
                 "drift",
                 f"a step moves the weights by lr |gradient| = {drift:.3g}, {ratio} their norm: the chain jumps about instead of "
-                "following the posterior. Is the loss a sum over the batch? It must be the mean. If it is, take a smaller lr",
+                "following the posterior. Is the loss a sum over the batch? It must be the mean: qlangevin.check_loss_scale "
+                "tells. If it is, take a smaller lr",
                 stacklevel,
             )
 

@@ -156,6 +156,16 @@ class Folder:
         except OSError as error:
             raise self._locate(error, new) from None
 
+    def link(self, there: Folder, old: str, new: str) -> None:
+        """Give a file of another folder a name in this one, too: a hard link."""
+        try:
+            retry(
+                os.link, there._at(old), self._at(new),
+                src_dir_fd=there.descriptor, dst_dir_fd=self.descriptor, follow_symlinks=False,
+            )  # fmt: skip
+        except OSError as error:
+            raise self._locate(error, new) from None
+
     def make(self, name: str) -> None:
         """Make a folder in this one, if it is missing."""
         try:

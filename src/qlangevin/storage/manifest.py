@@ -28,18 +28,23 @@ __all__ = ["Kind", "Manifest", "Record", "TensorInfo", "count_steps", "is_count"
 VERSION = 1  # of the layout of the folder
 NAME = "qlangevin samples"
 
-Kind: TypeAlias = Literal["parameter", "buffer", "frozen"]
+Kind: TypeAlias = Literal["parameter", "buffer", "frozen", "reference"]
 NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
 
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Kind, shape, dtype and format of a tensor: parameters and buffers are in every sample, frozen parameters stored once."""
+    """Kind, shape, dtype and format of a tensor.
+
+    Parameters and buffers are in every sample, frozen parameters are stored once, or not at all: of a reference the store has
+    the checksum.
+    """
 
     kind: Kind
     shape: tuple[int, ...]
     dtype: str
     format: str | None = None  # in which it is stored as codes; None if it is stored as it is
+    sha256: str | None = None  # of a reference
 
     def __str__(self) -> str:
         return f"{self.kind} {self.format or self.dtype} {list(self.shape)}"
@@ -57,7 +62,9 @@ class TensorInfo:
 
     @classmethod
     def from_json(cls, value: Any) -> TensorInfo:
-        given = _check_object(value, "kind", "shape", "dtype", "format")
+        refers = isinstance(value, dict) and value.get("kind") == "reference"
+        given = _check_object(value, "kind", "shape", "dtype", "format", *(["sha256"] if refers else []))
+        _require(not refers or _is_sha256(given["sha256"]), "a reference has no proper checksum")
         kind, shape, dtype, format = given["kind"], given["shape"], given["dtype"], given["format"]
         known = isinstance(kind, str) and kind in get_args(Kind) and isinstance(dtype, str) and dtype in NAMES
         _require(known, "a tensor is of no known kind or dtype")
@@ -68,10 +75,11 @@ class TensorInfo:
             parsed = _parse_format(format)
             _require(str(parsed) == format and parsed.storage_bits < 32, f"{format!r} is not a format that is stored")
             _require(_can_hold(NAMES[dtype], parsed), f"{dtype} cannot hold every number of {format}")
-        return cls(kind, tuple(shape), dtype, format)
+        return cls(kind, tuple(shape), dtype, format, given.get("sha256"))
 
     def to_json(self) -> dict[str, Any]:
-        return {"kind": self.kind, "shape": list(self.shape), "dtype": self.dtype, "format": self.format}
+        found = {"kind": self.kind, "shape": list(self.shape), "dtype": self.dtype, "format": self.format}
+        return found | ({"sha256": self.sha256} if self.kind == "reference" else {})
 
 
 @dataclass(frozen=True)
@@ -85,10 +93,9 @@ class Record:
     def from_json(cls, value: Any) -> Record:
         given = _check_object(value, "step", "bytes", "sha256")
         _require(given["step"] is None or is_count(given["step"]), "a step is not a number")
-        digits = given["sha256"]
-        proper = isinstance(digits, str) and len(digits) == 64 and set(digits) <= set("0123456789abcdef")
-        _require(is_count(given["bytes"]) and proper, "a file has no proper size and checksum")
-        return cls(given["step"], Digest(given["bytes"], digits))
+        proper = is_count(given["bytes"]) and _is_sha256(given["sha256"])
+        _require(proper, "a file has no proper size and checksum")
+        return cls(given["step"], Digest(given["bytes"], given["sha256"]))
 
     def to_json(self) -> dict[str, Any]:
         return {"step": self.step, "bytes": self.digest.size, "sha256": self.digest.sha256}
@@ -188,8 +195,8 @@ def _group_settings(group: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in group.items():
         if name in ("params", "param_names") or name.startswith("initial_"):
             continue
-        if name == "stream" and value == 0:
-            continue  # the default; a chain of its own has another
+        if (name == "stream" and value == 0) or (name == "prior_std" and value is None):
+            continue  # the defaults; a chain of its own has another stream
         value = group.get(f"initial_{name}", value)
         value = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
         plain = value is None or isinstance(value, (bool, int, str, list, tuple))
@@ -208,6 +215,10 @@ def count_steps(sampler: Optimizer) -> int:
 def is_count(value: Any) -> bool:
     """Return True for an integer of JSON that can be a number of things."""
     return type(value) is int and 0 <= value < 2**63
+
+
+def _is_sha256(value: Any) -> bool:
+    return isinstance(value, str) and len(value) == 64 and set(value) <= set("0123456789abcdef")
 
 
 def _require(condition: bool, why: str) -> None:

@@ -115,12 +115,16 @@ def check_fits(
         if formats and here.format is not None:
             same &= there.format == here.format
         if formats or "buffer" in (there.kind, here.kind):
-            same &= there.kind == here.kind
+            same &= _is_frozen(there) == _is_frozen(here) and (there.kind == "buffer") == (here.kind == "buffer")
         if not same:
             odd.append(f"{name!r} is {there} there and {here} in the model")
     if odd:
         more = f"; and {len(odd) - 5} more" if len(odd) > 5 else ""
         raise ValueError(f"{what} is of another model: {'; '.join(odd[:5])}{more}")
+
+
+def _is_frozen(info: TensorInfo) -> bool:
+    return info.kind in ("frozen", "reference")
 
 
 def encode_tensors(tensors: Mapping[str, Tensor], infos: Mapping[str, TensorInfo]) -> dict[str, Tensor]:

@@ -1,7 +1,7 @@
 """Reading samples: a folder is a sequence of samples, a sample a mapping of names to tensors.
 
     run/manifest.json              tensors, settings, and the checksum of every file
-    run/frozen.safetensors         frozen parameters, once
+    run/frozen.safetensors         frozen parameters, once, unless the store only refers to them
     run/samples/000000.safetensors codes, exponents and buffers of the first sample
 
 Opening a folder reads the manifest. A sample is mapped into memory and hashed when it is first used.
@@ -18,9 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from . import files, model_tensors
+from .base import check_base
 from .errors import DamagedError, explain_errors
 from .folders import Folder
 from .manifest import Manifest, Record
+from .names import fit_names
 from .tensor_file import map_tensors
 
 __all__ = ["FOLDER", "FROZEN", "MANIFEST", "Sample", "Samples", "chain_folder", "chain_folders"]
@@ -50,6 +52,9 @@ class Sample(Mapping[str, Tensor]):
         self.store, self._record = store, record
         self._tensors: dict[str, Tensor] | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_tensors": None}  # mapped anew where they are used
+
     @property
     def tensors(self) -> Mapping[str, Tensor]:
         if self._tensors is None:
@@ -60,10 +65,10 @@ class Sample(Mapping[str, Tensor]):
         return self.tensors[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self.store.manifest.tensors)
+        return iter(self.store.names)
 
     def __len__(self) -> int:
-        return len(self.store.manifest.tensors)
+        return len(self.store.names)
 
     __eq__, __hash__ = object.__eq__, object.__hash__  # by identity, where Mapping would compare tensors
 
@@ -75,10 +80,12 @@ class Sample(Mapping[str, Tensor]):
         return {name: model_tensors.to_plain(model_tensors.move_to(t, device)) for name, t in self.items()}
 
     def load_into(self, model: nn.Module) -> None:
-        """Copy the sample into the parameters and buffers of a model, packed or not."""
-        tensors = model_tensors.named_tensors(model)
-        model_tensors.check_fits(model_tensors.describe(tensors), self.store.manifest.tensors, repr(self))
-        model_tensors.load_into(tensors, self)
+        """Copy the sample into the parameters and buffers of a model, packed or not.
+
+        Names may differ by a prefix, such as ``module.``. A base that the store refers to must be the model's.
+        """
+        tensors = self.store.fit(model, repr(self))
+        model_tensors.load_into({name: tensors[name] for name in self}, self)
 
 
 class Samples(Sequence[Sample]):
@@ -89,6 +96,14 @@ class Samples(Sequence[Sample]):
         self._stamp: tuple[int, ...] = ()  # inode, time and size of the manifest that was read
         self._verified: dict[int, Record] = {}  # samples whose SHA-256 has been checked
         self._frozen: dict[str, Tensor] | None = None
+        self._base: dict[str, Tensor] = {}  # what references refer to, if a model was given
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what another process needs to read the samples: no lock, nothing that is open, no tensors."""
+        return {"path": self.path.absolute(), "manifest": self.manifest}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["path"], state["manifest"])  # type: ignore[misc]
 
     def __len__(self) -> int:
         self._refresh()
@@ -113,6 +128,20 @@ class Samples(Sequence[Sample]):
     def settings(self) -> Mapping[str, Any]:
         """Settings of the sampler and the schedule, and the seed."""
         return self.manifest.settings
+
+    @property
+    def names(self) -> Sequence[str]:
+        """Names of the tensors of each sample; those of a base that is only referred to if a model was given for it."""
+        infos = self.manifest.tensors
+        return [name for name, info in infos.items() if info.kind != "reference" or name in self._base]
+
+    def fit(self, model: nn.Module, what: str) -> dict[str, Tensor]:
+        """Return the tensors of a model by the names of the store; raise ValueError if it or its base is another."""
+        tensors, infos = model_tensors.named_tensors(model), self.manifest.tensors
+        names = fit_names(model_tensors.describe(tensors), infos, what)
+        found = {name: tensors[names[name]] for name in infos}
+        check_base(found, infos, what)
+        return found
 
     @property
     def nbytes(self) -> int:
@@ -179,7 +208,7 @@ class Samples(Sequence[Sample]):
             stored = map_tensors(file, specs, record.digest, what, check_hash, samples)
         tensors = model_tensors.restore_tensors(stored, infos, what) | self._load_frozen()
         self._verified[index] = record
-        return {name: tensors[name] for name in self.manifest.tensors}
+        return {name: self._base[name] if name in self._base else tensors[name] for name in self.names}
 
     def _load_frozen(self) -> dict[str, Tensor]:
         if self.manifest.frozen is None:

@@ -12,23 +12,25 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from threading import RLock
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from .._validate import describe_differences
+from .._validate import check_choice
 from .._version import __version__
-from .._warnings import warn_once
 from . import files, model_tensors
+from .append_checks import check_resumable, check_step, warn_of_dropout, warn_of_repetition
+from .base import Frozen, check_base, refer_to_base
 from .cleaning import clean, holds_samples, refuse_links
 from .errors import DamagedError, explain_errors, explained, is_explained
 from .folders import Folder, exists, is_folder, make_folder
 from .locking import Lock
-from .manifest import Manifest, Record, count_steps, is_count, provenance
-from .sample import FOLDER, FROZEN, MANIFEST, Sample, Samples
+from .manifest import Manifest, Record, provenance
+from .sample import FOLDER, MANIFEST, Sample, Samples
+from .sharing import write_frozen
 from .tensor_file import tensor_chunks
 
 __all__ = ["SampleStore"]
@@ -46,6 +48,7 @@ class SampleStore(Samples):
         self._sampler: Optimizer | None = None
         self._uncertain = False  # whether the manifest on the disk may be another than the one here
         self._warned: set[str] = set()
+        self._base_versions: dict[str, tuple[int, int]] = {}  # identity and version of each tensor that was compared
 
     # ---- creating and opening
 
@@ -58,6 +61,7 @@ class SampleStore(Samples):
         schedule: LRScheduler | None = None,
         *,
         resume: bool = False,
+        frozen: Frozen = "once",
     ) -> SampleStore:
         """Create a store for samples of a model.
 
@@ -67,9 +71,16 @@ class SampleStore(Samples):
             sampler: gives the formats of parameters that are not packed, and the step of each sample.
             schedule: its settings go into the manifest.
             resume: continue an existing store, which must be of the same model, sampler and schedule.
+            frozen: ``"once"`` stores parameters that do not require gradients in a file of their own, which chains side by side
+                (``run/chain-0``, ``run/chain-1``) share; ``"reference"`` stores their checksums only: whoever opens the store
+                gives the same base.
         """
+        check_choice("frozen", frozen, get_args(Frozen))
         path, settings = Path(path), provenance(sampler, schedule, model_tensors.count_ranks(model))
-        tensors = model_tensors.describe(model_tensors.named_tensors(model), sampler)
+        named = model_tensors.named_tensors(model)
+        tensors = model_tensors.describe(named, sampler)
+        if frozen == "reference":
+            tensors = refer_to_base(named, tensors)
         new = Manifest(__version__, tensors, settings)
         with explain_errors(path, "the store was not created"):
             if exists(path) and not is_folder(path):
@@ -84,6 +95,7 @@ class SampleStore(Samples):
                 lock.release()
                 raise
         store._sampler = sampler
+        store._attach_base(named)
         return store
 
     @classmethod
@@ -106,7 +118,7 @@ class SampleStore(Samples):
         clean(lock.folder, 0)
         if frozen := manifest.select("frozen"):
             stored = model_tensors.encode_tensors(model_tensors.named_tensors(model), frozen)
-            digest = files.write_hashed(lock.folder, FROZEN, tensor_chunks(stored), lock.check)
+            digest = write_frozen(lock.folder, path, tensor_chunks(stored), lock.check)
             manifest = replace(manifest, frozen=Record(None, digest))
         files.write_in(lock.folder, MANIFEST, [manifest.to_json()], lock.check)
         return cls(path, manifest, lock)
@@ -114,20 +126,27 @@ class SampleStore(Samples):
     @classmethod
     def _resume(cls, path: Path, new: Manifest, lock: Lock) -> SampleStore:
         store = cls._open_writer(path, lock)
-        old = store.manifest
-        if old.tensors != new.tensors:
-            names = [*old.tensors, *(name for name in new.tensors if name not in old.tensors)]
-            odd = [n for n in names if old.tensors.get(n) != new.tensors.get(n)]
-            pairs = "; ".join(f"{n!r} is {old.tensors.get(n)} there, now {new.tensors.get(n)}" for n in odd[:5])
-            raise ValueError(f"the store in {path} is of another model or sampler: {pairs}")
-        if odd := describe_differences({"ranks": 1, **old.settings}, {"ranks": 1, **new.settings}):
-            raise ValueError(f"the store in {path} was begun with other settings: {'; '.join(odd)}")
+        check_resumable(store.manifest, new, path)
         return store
 
     @classmethod
-    def open(cls, path: str | os.PathLike[str], *, write: bool = False) -> SampleStore:
-        """Open an existing store for reading; with ``write``, also for adding samples."""
-        path = Path(path)
+    def open(cls, path: str | os.PathLike[str], *, write: bool = False, model: nn.Module | None = None) -> SampleStore:
+        """Open an existing store for reading; with ``write``, also for adding samples.
+
+        A store that only refers to its base (``frozen="reference"``) takes it from ``model``, and compares the checksums. Without
+        one its samples hold what was sampled, and not the base.
+        """
+        store = cls._open(Path(path), write)
+        if model is not None:
+            try:
+                store._attach_base(store.fit(model, f"the store in {path}"))
+            except BaseException:
+                store.close()
+                raise
+        return store
+
+    @classmethod
+    def _open(cls, path: Path, write: bool) -> SampleStore:
         with explain_errors(path, "the store was not opened"):
             if not is_folder(path):
                 raise FileNotFoundError(f"there is no store in {path}: no such folder")
@@ -179,14 +198,16 @@ class SampleStore(Samples):
 
     def _append(self, model: nn.Module, step: int | None) -> Sample:
         lock = self.require_writable()
-        step, index = self._check_step(step), len(self.manifest.samples)
+        step, index = check_step(step, self._sampler, self.manifest), len(self.manifest.samples)
         tensors = model_tensors.named_tensors(model)
         model_tensors.check_fits(
             model_tensors.describe(tensors), self.manifest.tensors, f"the store in {self.path}", formats=True
         )
         self._check_frozen(tensors)
         chunks = tensor_chunks(model_tensors.encode_tensors(tensors, self.manifest.select("parameter", "buffer")))
-        self._warn_of_repetition(step)
+        warn_of_repetition(self._warned, step, self.manifest, self.path, stacklevel=3)
+        if self._sampler is not None:
+            warn_of_dropout(self._warned, model, stacklevel=3)
         try:
             with lock.folder.enter(FOLDER) as samples:
                 record = Record(step, files.write_hashed(samples, self._sample_file(index).name, chunks, lock.check))
@@ -202,32 +223,6 @@ class SampleStore(Samples):
             raise explained(error, self.path, f"sample {index} {fate}") from error
         self._verified[index] = record
         return self[index]
-
-    def _check_step(self, step: int | None) -> int | None:
-        """Return the step of a sample that is to be added, by default the sampler's; raise ValueError if it cannot be."""
-        if step is None and self._sampler is not None:
-            step = count_steps(self._sampler)
-        if step is not None and not is_count(step):
-            raise ValueError(
-                f"step must be how many steps the sampler has made, an integer that is not negative, got {step!r}"
-            )
-        last = self.manifest.samples[-1].step if self.manifest.samples else None
-        if step is not None and last is not None and step < last:
-            raise ValueError(
-                f"the last sample is of step {last}, this one of step {step}: was the checkpoint not loaded?"
-            )
-        return step
-
-    def _warn_of_repetition(self, step: int | None) -> None:
-        """Warn, once, of a second sample of one step."""
-        if step is not None and self.manifest.samples and self.manifest.samples[-1].step == step:
-            warn_once(
-                self._warned,
-                "step",
-                f"the store in {self.path} has a sample of step {step} already: the same weights count twice, unless something "
-                "else than the sampler changed them; append one sample after a step, when schedule.collect is true",
-                stacklevel=4,
-            )
 
     def _recover(self) -> bool:
         """After an error, read the manifest on the disk, which may be the new one, and remove what it does not list.
@@ -312,3 +307,18 @@ class SampleStore(Samples):
         for name, stored in self._load_frozen().items():
             if not torch.equal(model_tensors.to_plain(tensors[name]).cpu(), model_tensors.to_plain(stored)):
                 raise ValueError(f"{name!r} is frozen, but has changed since the store was created")
+        refers = self.manifest.select("reference")
+        versions = {name: (id(tensors[name]), _version(tensors[name])) for name in refers}
+        if versions != self._base_versions:  # hashing a large base takes seconds
+            check_base(tensors, refers, f"the store in {self.path}")
+            self._attach_base(tensors)
+
+    def _attach_base(self, tensors: Mapping[str, Tensor]) -> None:
+        """Keep the tensors that the store refers to, which were compared."""
+        refers = self.manifest.select("reference")
+        self._base = {name: tensors[name].detach() for name in refers}
+        self._base_versions = {name: (id(tensors[name]), _version(tensors[name])) for name in refers}
+
+
+def _version(t: Tensor) -> int:
+    return -1 if t.is_inference() else t._version

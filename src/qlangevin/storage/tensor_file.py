@@ -26,7 +26,16 @@ from torch import Tensor
 from .files import Bytes, DamagedError, Digest, OpenFile, check_size, map_file, open_file, parse_json, read_from, sha256
 from .folders import Folder
 
-__all__ = ["DTYPES", "Spec", "check_specs", "map_tensors", "read_tensors", "report_damage", "tensor_chunks"]
+__all__ = [
+    "DTYPES",
+    "Spec",
+    "check_specs",
+    "map_tensors",
+    "read_tensors",
+    "report_damage",
+    "tensor_chunks",
+    "view_memory",
+]
 
 HEADER_LIMIT = 64_000_000  # bytes; the format allows 100 MB
 
@@ -46,7 +55,7 @@ def tensor_chunks(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | N
     """Return the chunks of memory that make up a safetensors file of contiguous tensors on the CPU."""
     specs = tuple((name, t.dtype, tuple(t.shape)) for name, t in tensors.items())
     header, names = _make_header(specs, tuple((metadata or {}).items()))
-    return [header, *(_view_memory(tensors[name]) for name in names)]
+    return [header, *(view_memory(tensors[name]) for name in names)]
 
 
 @lru_cache(maxsize=8)  # all samples of a store have the same
@@ -63,7 +72,8 @@ def _make_header(specs: tuple[tuple[str, torch.dtype, tuple[int, ...]], ...], me
     return struct.pack("<Q", len(text)) + text, [name for name in header if name != "__metadata__"]
 
 
-def _view_memory(t: Tensor) -> memoryview:
+def view_memory(t: Tensor) -> memoryview:
+    """Return the bytes of a contiguous tensor on the CPU."""
     if t.numel() == 0:
         return memoryview(b"")
     array: Any = (t.reshape(-1).view(torch.uint8) if t.dtype in MISSING_IN_NUMPY else t).numpy()
