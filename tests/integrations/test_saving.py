@@ -41,11 +41,7 @@ def codes(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def same_codes(a: nn.Module, b: nn.Module) -> bool:
     one, other = codes(a), codes(b)
-    return (
-        bool(one)
-        and one.keys() == other.keys()
-        and all(map(torch.equal, sum(one.values(), []), sum(other.values(), [])))
-    )
+    return bool(one) and one.keys() == other.keys() and all(torch.equal(t, other[name]) for name, t in one.items())
 
 
 @NAMES
