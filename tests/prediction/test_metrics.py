@@ -337,3 +337,19 @@ def test_one_hot_labels_are_not_taken_for_yes_and_no() -> None:
     p, y = drawn(20, 3)
     with pytest.raises(ValueError, match=r"one-hot labels; give labels.argmax\(1\)"):
         evaluate(p, torch.nn.functional.one_hot(y, 3))
+
+
+def test_labels_to_be_ignored_are_left_out() -> None:
+    p = torch.rand(4, 6, 5, generator=torch.Generator().manual_seed(0)).softmax(-1)
+    y = torch.arange(24).view(4, 6) % 5
+    masked = y.masked_fill(y == 3, -100)
+    kept = masked != -100
+    expected = evaluate(p[kept], y[kept])
+    assert evaluate(p, masked, class_dim=-1, ignore_index=-100) == pytest.approx(expected)
+    assert evaluate(p.movedim(-1, 1), masked, ignore_index=-100) == pytest.approx(expected)
+    assert evaluate(p, y.masked_fill(y == 3, 7), class_dim=-1, ignore_index=7) == pytest.approx(expected)
+    assert evaluate(p[..., 0], (y == 1).long().masked_fill(y == 3, -100), ignore_index=-100)["count"] == int(kept.sum())
+    with pytest.raises(ValueError, match="there is nothing to evaluate"):
+        evaluate(p, torch.full((4, 6), -100), class_dim=-1, ignore_index=-100)
+    with pytest.raises(ValueError, match="integers from 0 to 4, got -100; ignore_index=-100 leaves such labels out"):
+        evaluate(p, masked, class_dim=-1)

@@ -60,7 +60,9 @@ def test_groups_override_either() -> None:
 
 
 def test_both_are_refused() -> None:
-    message = r"prior_std=1.0 and weight_decay=0.0 are two names of one prior; give one: weight_decay = 1 / \(prior_std² num"
+    message = (
+        r"prior_std=1.0 and weight_decay=0.0 are two names of one prior; give one: weight_decay = 1 / \(prior_std² num"
+    )
     with pytest.raises(ValueError, match=message):
         SGLD(model().parameters(), 0.1, 50, prior_std=1.0, weight_decay=0.0)
     with pytest.raises(ValueError, match=r"prior_std=1 and weight_decay=0.1 are two names"):

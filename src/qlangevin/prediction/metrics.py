@@ -45,7 +45,12 @@ class Scored(Protocol):
 
 
 def evaluate(
-    predictions: Predictions, labels: Tensor | None = None, *, bins: int = 10, class_dim: int = 1
+    predictions: Predictions,
+    labels: Tensor | None = None,
+    *,
+    bins: int = 10,
+    class_dim: int = 1,
+    ignore_index: int | None = None,
 ) -> dict[str, float]:
     """Score probabilities: a tensor and its labels, or batches of both, such as `Posterior.predict_loader` yields.
 
@@ -55,24 +60,31 @@ def evaluate(
         ece     expected calibration error over ``bins`` bins, see `Reliability`; the confidence is max_c p_c or max(p, 1 - p)
         count   number of decisions
 
-    Classes are along dim ``class_dim`` of the probabilities: -1 for (example, ..., class). Batches are read once; only sums are
-    kept. The figures are of the predictions of this process; `Scores` adds up over
-    processes.
+    Classes are along dim ``class_dim`` of the probabilities: -1 for (example, ..., class). Labels that are ``ignore_index``, such as
+    the -100 of tokens that nobody predicts, are left out. Batches are read once; only sums are kept. The figures are of the
+    predictions of this process; `Scores` adds up over processes.
     """
-    return _update_scores(predictions, labels, bins, class_dim).compute()
+    return _update_scores(predictions, labels, bins, class_dim, ignore_index).compute()
 
 
 def reliability(
-    predictions: Predictions, labels: Tensor | None = None, *, bins: int = 10, class_dim: int = 1
+    predictions: Predictions,
+    labels: Tensor | None = None,
+    *,
+    bins: int = 10,
+    class_dim: int = 1,
+    ignore_index: int | None = None,
 ) -> Reliability:
     """Return mean confidence and accuracy in each bin of confidence; arguments as those of `evaluate`."""
-    return _update_scores(predictions, labels, bins, class_dim).reliability()
+    return _update_scores(predictions, labels, bins, class_dim, ignore_index).reliability()
 
 
-def _update_scores(predictions: Predictions, labels: Tensor | None, bins: int, class_dim: int) -> Scores:
+def _update_scores(
+    predictions: Predictions, labels: Tensor | None, bins: int, class_dim: int, ignore_index: int | None
+) -> Scores:
     from .scores import Scores
 
-    scores = Scores(bins, class_dim, sync_on_compute=False)
+    scores = Scores(bins, class_dim, ignore_index, sync_on_compute=False)
     for probabilities, truth in _batches(predictions, labels):
         scores.update(probabilities, truth)
     if not scores.update_called:

@@ -11,7 +11,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Reliability", "check_probabilities", "log_likelihood", "move_classes", "wide_dtype", "widen"]
+__all__ = [
+    "Reliability",
+    "check_probabilities",
+    "drop_ignored",
+    "log_likelihood",
+    "move_classes",
+    "wide_dtype",
+    "widen",
+]
 
 TINY = torch.finfo(torch.float32).tiny  # a p that underflowed counts as this, and its log is -87.3
 
@@ -50,6 +58,20 @@ def move_classes(probabilities: Tensor, labels: Tensor, class_dim: int) -> Tenso
     if not -probabilities.ndim < class_dim < probabilities.ndim or class_dim == 0:
         raise ValueError(f"class_dim must be a dim of {tuple(probabilities.shape)} other than 0, got {class_dim}")
     return probabilities.movedim(class_dim, 1)
+
+
+def drop_ignored(probabilities: Tensor, labels: Tensor, ignore_index: int | None) -> tuple[Tensor, Tensor]:
+    """Return probabilities and labels without those whose label is to be ignored; classes are along dim 1."""
+    if ignore_index is None or not (isinstance(probabilities, Tensor) and isinstance(labels, Tensor)):
+        return probabilities, labels  # `check_probabilities` says what is wrong
+    kept = labels != ignore_index
+    if bool(kept.all()):
+        return probabilities, labels
+    if probabilities.shape == labels.shape:
+        return probabilities[kept], labels[kept]
+    if probabilities.ndim != labels.ndim + 1:
+        return probabilities, labels
+    return probabilities.movedim(1, -1)[kept.to(probabilities.device)], labels[kept]
 
 
 def check_probabilities(probabilities: Tensor, labels: Tensor) -> None:
@@ -101,7 +123,8 @@ def _check_labels(y: Tensor, classes: int, binary: bool) -> None:
         raise ValueError(f"{wanted}, got {y.dtype}")
     wrong = y[(y < 0) | (y >= classes) | (y != y.long())]
     if len(wrong):
-        raise ValueError(f"{wanted}, got {wrong[0].item():g}")
+        hint = "; ignore_index=-100 leaves such labels out" if wrong[0] == -100 else ""
+        raise ValueError(f"{wanted}, got {wrong[0].item():g}{hint}")
 
 
 def log_likelihood(probabilities: Tensor, labels: Tensor) -> Tensor:

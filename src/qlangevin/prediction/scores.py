@@ -13,7 +13,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from .._validate import check_integer
-from .probabilities import Reliability, check_probabilities, log_likelihood, move_classes, widen
+from .probabilities import Reliability, check_probabilities, drop_ignored, log_likelihood, move_classes, widen
 
 __all__ = ["Scores"]
 
@@ -32,15 +32,16 @@ class Scores(Metric):
     table: Tensor  # a row for each bin: number of decisions, number of right ones, sum of confidences
     sums: Tensor  # of -log p(y) and of the squared error
 
-    def __init__(self, bins: int = 10, class_dim: int = 1, **options: Any) -> None:
+    def __init__(self, bins: int = 10, class_dim: int = 1, ignore_index: int | None = None, **options: Any) -> None:
         bins = check_integer("bins", bins, 1)
         super().__init__(**options)
-        self.bins, self.class_dim = bins, class_dim
+        self.bins, self.class_dim, self.ignore_index = bins, class_dim, ignore_index
         self.add_state("table", torch.zeros(bins, 3, dtype=torch.float64), dist_reduce_fx="sum")
         self.add_state("sums", torch.zeros(2, dtype=torch.float64), dist_reduce_fx="sum")
 
     def update(self, probabilities: Tensor, labels: Tensor) -> None:
         probabilities = move_classes(probabilities, labels, self.class_dim)
+        probabilities, labels = drop_ignored(probabilities, labels, self.ignore_index)
         check_probabilities(probabilities, labels)
         if probabilities.device.type != "mps":
             if self.update_count <= 1:

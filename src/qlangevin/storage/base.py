@@ -5,10 +5,11 @@ The checksum of a tensor is the SHA-256 of the bytes that a file would hold of i
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal, TypeAlias
 
+import torch
 from torch import Tensor
 
 from ..quantization.qtensor import QTensor
@@ -16,7 +17,7 @@ from . import files, model_tensors
 from .manifest import TensorInfo
 from .tensor_file import view_memory
 
-__all__ = ["Frozen", "check_base", "refer_to_base"]
+__all__ = ["Frozen", "check_base", "check_same", "identify", "refer_to_base"]
 
 Frozen: TypeAlias = Literal["once", "reference"]
 
@@ -47,6 +48,21 @@ def check_base(tensors: Mapping[str, Tensor], infos: Mapping[str, TensorInfo], w
         f"{what} refers to a base that is not this model's: {len(odd)} of {len(refers)} frozen parameters differ from those it "
         f"was sampled with: {names}. Load the base that the chain was run with{how}"
     )
+
+
+def check_same(tensors: Mapping[str, Tensor], stored: Mapping[str, Tensor]) -> None:
+    """Raise ValueError if a tensor is not what was stored of it."""
+    for name, t in stored.items():
+        if not torch.equal(model_tensors.to_plain(tensors[name]).cpu(), model_tensors.to_plain(t)):
+            raise ValueError(f"{name!r} is frozen, but has changed since the store was created")
+
+
+def identify(tensors: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, tuple[int, int]]:
+    """Return what tells that tensors were not replaced or written to: to hash a large base takes seconds.
+
+    Writes through ``tensor.data`` bypass versions, and go undetected.
+    """
+    return {n: (id(t), -1 if t.is_inference() else t._version) for n in names for t in [tensors[n]]}
 
 
 def _packed_now(tensors: Mapping[str, Tensor], infos: Mapping[str, TensorInfo], names: Sequence[str]) -> bool:

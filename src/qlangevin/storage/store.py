@@ -14,7 +14,6 @@ from pathlib import Path
 from threading import RLock
 from typing import Any, get_args
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -23,7 +22,7 @@ from .._validate import check_choice
 from .._version import __version__
 from . import files, model_tensors
 from .append_checks import check_resumable, check_step, warn_of_dropout, warn_of_repetition
-from .base import Frozen, check_base, refer_to_base
+from .base import Frozen, check_base, check_same, identify, refer_to_base
 from .cleaning import clean, holds_samples, refuse_links
 from .errors import DamagedError, explain_errors, explained, is_explained
 from .folders import Folder, exists, is_folder, make_folder
@@ -48,7 +47,7 @@ class SampleStore(Samples):
         self._sampler: Optimizer | None = None
         self._uncertain = False  # whether the manifest on the disk may be another than the one here
         self._warned: set[str] = set()
-        self._base_versions: dict[str, tuple[int, int]] = {}  # identity and version of each tensor that was compared
+        self._compared: dict[str, tuple[int, int]] = {}  # what the store refers to; see `identify`
 
     # ---- creating and opening
 
@@ -304,12 +303,9 @@ class SampleStore(Samples):
 
     def _check_frozen(self, tensors: Mapping[str, Tensor]) -> None:
         """Raise ValueError if a frozen parameter has changed: they are stored once, when the store is created."""
-        for name, stored in self._load_frozen().items():
-            if not torch.equal(model_tensors.to_plain(tensors[name]).cpu(), model_tensors.to_plain(stored)):
-                raise ValueError(f"{name!r} is frozen, but has changed since the store was created")
+        check_same(tensors, self._load_frozen())
         refers = self.manifest.select("reference")
-        versions = {name: (id(tensors[name]), _version(tensors[name])) for name in refers}
-        if versions != self._base_versions:  # hashing a large base takes seconds
+        if identify(tensors, refers) != self._compared:
             check_base(tensors, refers, f"the store in {self.path}")
             self._attach_base(tensors)
 
@@ -317,8 +313,4 @@ class SampleStore(Samples):
         """Keep the tensors that the store refers to, which were compared."""
         refers = self.manifest.select("reference")
         self._base = {name: tensors[name].detach() for name in refers}
-        self._base_versions = {name: (id(tensors[name]), _version(tensors[name])) for name in refers}
-
-
-def _version(t: Tensor) -> int:
-    return -1 if t.is_inference() else t._version
+        self._compared = identify(tensors, refers)
