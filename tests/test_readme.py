@@ -1,9 +1,12 @@
 """Run the code of the README and of the pages under docs/, and follow their links."""
 
 import re
+import warnings
 from pathlib import Path
 
 import pytest
+
+import qlangevin as ql
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
@@ -24,10 +27,15 @@ BLOCKS = {f"{page.relative_to(ROOT)} {i}": code for page in PAGES for i, code in
 @pytest.mark.slow
 @pytest.mark.parametrize("name", BLOCKS)
 def test_the_code_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for library in re.findall(r"^(?:from|import) (accelerate|lightning|peft|transformers)\b", BLOCKS[name], re.MULTILINE):
+    libraries = re.findall(r"^(?:from|import) (accelerate|lightning|peft|transformers)\b", BLOCKS[name], re.MULTILINE)
+    for library in libraries:
         pytest.importorskip(library, reason=f"{library} is not installed; make test-ecosystem does")
     monkeypatch.chdir(tmp_path)
-    exec(compile(BLOCKS[name], name, "exec"), {})
+    with warnings.catch_warnings():
+        if libraries:  # which warn of each other
+            warnings.simplefilter("ignore")
+            warnings.simplefilter("error", ql.QLangevinWarning)
+        exec(compile(BLOCKS[name], name, "exec"), {"__name__": "page"})
 
 
 def test_the_first_screen_has_both_commands() -> None:

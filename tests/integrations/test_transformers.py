@@ -57,7 +57,9 @@ def test_a_model_is_sampled_saved_stored_and_averaged(name: str, tmp_path: Path)
         assert here == there
         assert torch.equal(p.decode(), q)
 
-    inputs = {k: v for k, v in batches(name, 1)[0].items() if k != "labels" or name == "t5"}
+    inputs = {k: v for k, v in batches(name, 1)[0].items() if k != "labels"}
+    if name == "t5":
+        inputs["decoder_input_ids"] = inputs["input_ids"]
     posterior = ql.Posterior.open(tmp_path / "run", make(), class_dim=None if name in ("bert", "vit") else -1)
     probabilities = posterior.predict(inputs)
     assert torch.allclose(probabilities.sum(-1), torch.ones(probabilities.shape[:-1]))
