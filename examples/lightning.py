@@ -3,8 +3,8 @@
     pip install 'qlangevin[lightning,demo]'
     python examples/lightning.py [--folder results/lightning] [--seed 0]
 
-The LightningModule is an ordinary one; its optimizer is the sampler, and `SampleCallback` collects. 300 digits to train on, 1000 to test
-with; the digits' negatives are foreign images. It takes a minute.
+The LightningModule is an ordinary one; its optimizer is the sampler, and `SampleCallback` collects. 300 digits to train on,
+1000 to test with; the digits' negatives are foreign images. It takes a minute.
 """
 
 from __future__ import annotations
@@ -91,7 +91,8 @@ def fit(model: L.LightningModule, train: Split, folder: Path, steps: int, seed: 
 
 
 def entropy(probabilities: Tensor) -> Tensor:
-    return torch.special.entr(probabilities).sum(1)
+    total: Tensor = torch.special.entr(probabilities).sum(1)
+    return total
 
 
 def main(

@@ -10,12 +10,15 @@ import torch
 
 import qlangevin as ql
 
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft on transformers 5
-peft: Any = pytest.importorskip("peft", reason="peft is not installed")
+pytest.importorskip("peft", reason="peft is not installed")
+
+import peft
 
 from qlangevin.integrations.huggingface import FILE, SampleCallback
 from tests.helpers.stores import read_files
 from tests.helpers.transformer_models import arguments, bert, collate, sampler_of, text, trainer
+
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft on transformers 5
 
 
 def adapted() -> Any:
