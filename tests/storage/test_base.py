@@ -200,3 +200,15 @@ def test_the_base_is_decoded_once_for_all_samples(tmp_path: Path) -> None:
         stack = posterior._ensemble.kept_stack
         assert stack is not None
         assert [tuple(stack[name][0].shape) for name in ("0.base.weight", "0.lora_A.weight")] == [(32, 32), (6, 8, 32)]
+
+
+@pytest.mark.parametrize("vectorize", [True, False])
+def test_chains_that_hold_their_base_and_chains_that_refer_to_it(vectorize: bool, tmp_path: Path) -> None:
+    """Each is evaluated with its own base, in any order."""
+    model = build()
+    stores = [fill(tmp_path / "held", build(seed=1), "once"), fill(tmp_path / "referred", build(), "reference")]
+    expected = [ql.Posterior.open(store, model, vectorize=False).samples(X) for store in stores]
+    assert not torch.equal(*expected)
+    for order in ([0, 1], [1, 0]):
+        both = ql.Posterior.open([stores[i] for i in order], model, vectorize=vectorize)
+        torch.testing.assert_close(both.samples(X), torch.cat([expected[i] for i in order]), rtol=1e-5, atol=1e-6)

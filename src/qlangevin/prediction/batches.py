@@ -76,7 +76,9 @@ def move_batch(x: Any, device: torch.device) -> Any:
     """Move the tensors of inputs to a device; what is there already stays the same object."""
     if isinstance(x, Mapping):
         moved = {name: move_batch(value, device) for name, value in x.items()}
-        return x if all(moved[name] is value for name, value in x.items()) else moved
+        if all(moved[name] is value for name, value in x.items()):
+            return x
+        return x.to(device) if hasattr(x, "to") else moved  # a tokenizer's output stays one
     if is_several(x):
         parts = [move_batch(part, device) for part in x]
         if all(a is b for a, b in zip(parts, x, strict=True)):

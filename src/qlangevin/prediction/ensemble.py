@@ -44,10 +44,7 @@ def exclusively(model: nn.Module) -> Any:
 
 
 class Ensemble:
-    """A model and the ``count`` sets of weights to evaluate it with; ``decode(i)`` returns the i-th.
-
-    Tensors that a set of weights lacks are the model's own.
-    """
+    """A model and the ``count`` sets of weights to evaluate it with; ``decode(i)`` returns the i-th."""
 
     def __init__(
         self,
@@ -186,10 +183,7 @@ class WeightSlots:
         before = [(entries, key, entries[key]) for entries, key, _, _ in self.slots]
         try:
             for entries, key, name, is_buffer in self.slots:
-                if name in tensors:
-                    entries[key] = tensors[name].clone() if is_buffer and copy_buffers else tensors[name]
-                elif is_buffer and copy_buffers:
-                    entries[key] = entries[key].clone()
+                entries[key] = tensors[name].clone() if is_buffer and copy_buffers else tensors[name]
             yield
         finally:
             for entries, key, t in before:

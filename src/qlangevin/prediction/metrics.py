@@ -60,8 +60,8 @@ def evaluate(
         ece     expected calibration error over ``bins`` bins, see `Reliability`; the confidence is max_c p_c or max(p, 1 - p)
         count   number of decisions
 
-    Classes are along dim ``class_dim`` of the probabilities: -1 for (example, ..., class). Labels that are ``ignore_index``, such as
-    the -100 of tokens that nobody predicts, are left out. Batches are read once; only sums are kept. The figures are of the
+    Classes are along dim ``class_dim`` of the probabilities: -1 for (example, ..., class). Labels that are ``ignore_index``, such
+    as the -100 of tokens that nobody predicts, are left out. Batches are read once; only sums are kept. The figures are of the
     predictions of this process; `Scores` adds up over processes.
     """
     return _update_scores(predictions, labels, bins, class_dim, ignore_index).compute()

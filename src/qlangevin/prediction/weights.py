@@ -62,12 +62,15 @@ class Weights:
         return {**self.__dict__, "_frozen": {}}
 
     def decode(self, sample: Sample) -> dict[str, Tensor]:
-        """Return the tensors of a sample by the names of the model; a base that the store refers to is left out."""
+        """Return the tensors of a sample by the names of the model; a base that the store refers to is the model's own."""
         device, names = model_device(self.model), self.names[sample.store]
         infos = sample.store.manifest.tensors
-        sampled = [name for name in sample if infos[name].kind in ("parameter", "buffer")]
+        sampled = [name for name, info in infos.items() if info.kind in ("parameter", "buffer")]
         tensors = {names[name]: to_plain(move_to(sample[name], device)) for name in sampled}
         tensors |= self._decode_frozen(sample, device)
+        if refers := sample.store.manifest.select("reference"):
+            own = named_tensors(self.model)
+            tensors |= {names[name]: own[names[name]] for name in refers}
         if self.batch_norm is None:
             return tensors
         if sample not in self.statistics:
