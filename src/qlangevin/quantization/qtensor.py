@@ -78,11 +78,11 @@ class QTensor(torch.Tensor):
     def view_codes(self, size: Sequence[int], strides: Sequence[int], offset: Any) -> QTensor:
         """Return a view over the same codes, which are checked again before they are read."""
         if type(self.codes) is not Tensor:
-            return QTensor(self.codes, self.exponents, self.format, self.base_shape, self.dtype, (size, strides, offset))
+            return QTensor(
+                self.codes, self.exponents, self.format, self.base_shape, self.dtype, (size, strides, offset)
+            )
         view = size, strides, offset
-        return QTensor._wrap(
-            self.codes, self.exponents, self.format, self.base_shape, self.dtype, view, self._layout
-        )
+        return QTensor._wrap(self.codes, self.exponents, self.format, self.base_shape, self.dtype, view, self._layout)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
