@@ -58,7 +58,7 @@ def contestants() -> dict[str, Callable[[], Any]]:
             weights = None if packed else "bfp8"
             sampler = ql.SGLD([p], lr=1e-6, num_data=1e6, weights=weights)  # the weights stay where they are
             found[f"SGLD.step {'packed' if packed else 'plain'} bfp8, {name}"] = sampler.step
-    found |= lowered_networks()
+    found |= lowered_networks() | training_steps()
     found["kernels_for"] = lambda x=x: kernels_for(x, x)  # type: ignore[misc]
     return found
 
@@ -80,6 +80,32 @@ def lowered_networks() -> dict[str, Callable[[], Any]]:
         ql.lower(model, "bfp8", "bfp8")
         e = torch.ones_like(model(x))
         found[f"lowered {name}"] = lambda model=model, x=x, e=e: model(x).backward(e)  # type: ignore[misc]
+    return found
+
+
+def training_steps() -> dict[str, Callable[[], Any]]:
+    """Return training steps of a small network: by SGD, and by SGLD of the lowered and packed network."""
+    import torch
+    from torch import nn
+
+    import qlangevin as ql
+
+    found: dict[str, Callable[[], Any]] = {}
+    x, labels = torch.randn(8, 784), torch.randint(10, (8,))
+    for name, in_backward in (("SGD", None), ("lowered and packed", False), ("the same, in backward", True)):
+        model: Any = nn.Sequential(nn.Linear(784, 100), nn.ReLU(), nn.Linear(100, 10))
+        if in_backward is None:
+            sampler: Any = torch.optim.SGD(model.parameters(), 1e-6)
+        else:
+            ql.lower(ql.pack(model, "bfp8"), "bfp8", "bfp8")
+            sampler = ql.SGLD(model.parameters(), 1e-6, 10**6, step_in_backward=in_backward)
+
+        def step(model: Any = model, sampler: Any = sampler) -> None:
+            sampler.zero_grad()
+            nn.functional.cross_entropy(model(x), labels).backward()
+            sampler.step()
+
+        found[f"step of an MLP, {name}"] = step
     return found
 
 

@@ -129,7 +129,9 @@ class Handler:
         """
         number: int | Tensor = 0
         regions = replay.enclosing_regions()
-        if module.training:
+        if module.training and not regions:
+            number = self._count_run(x, kernels.deferred)
+        elif module.training:
             number = replay.number_of_run(regions, self, lambda: self._count_run(x, kernels.deferred))
         step = number if isinstance(number, Tensor) else None
         key = Key(self.seed, self.stream, 0 if isinstance(number, Tensor) else number)

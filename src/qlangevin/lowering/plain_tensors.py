@@ -188,14 +188,21 @@ class ErrorHook:
         assert format is not None
         if _is_error_on_grid(e, format):
             return e
-        if e.requires_grad:  # autograd builds the graph of a second derivative
-            return _apply(QuantizeFunction, e, format, spec, random.ERROR)
+        if e.requires_grad:
+            return _quantize_error(e, format, spec)
         overwrite = not _is_deferred(e) and only_autograd_holds(e, "hook")
         out = quantize_in_memory_order(
             e, format, spec.rounding, spec.key, random.ERROR, overwrite=overwrite, step=spec.step
         )
         mark_on_grid(out, format)
         return out
+
+
+def _quantize_error(e: Tensor, format: str, spec: QuantizationSpec) -> Tensor:
+    """Return Q_E(e) in new memory."""
+    if e.requires_grad:  # autograd builds the graph of a second derivative
+        return _apply(QuantizeFunction, e, format, spec, random.ERROR)
+    return quantize_in_memory_order(e, format, spec.rounding, spec.key, random.ERROR, step=spec.step)
 
 
 def _is_deferred(x: Tensor) -> bool:
@@ -258,7 +265,7 @@ class ReLUFunction(torch.autograd.Function):
             )  # fmt: skip
         else:
             y = codes.decode() if codes is not None else ctx.saved_tensors[0]
-            q = e if format is None else _apply(QuantizeFunction, e, format, spec, random.ERROR)
+            q = e if format is None else _quantize_error(e, format, spec)
             out = torch.ops.aten.threshold_backward(q, y, 0)
         mark_on_grid(out, format)
         return out, None, None, None, None, None

@@ -10,6 +10,7 @@ import numbers
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from enum import IntEnum
+from functools import cache
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -246,6 +247,7 @@ def all_within(t: Tensor, low: int, high: int) -> bool:
     return bool(least >= low) and bool(most <= high)
 
 
+@cache
 def bits_in_storage(bits: int) -> int:
     """Return the bits a code takes in storage: two codes a byte up to 4 bits, then whole bytes (int8, int16, int32)."""
     return next(size for size in (4, 8, 16, 32) if bits <= size)

@@ -81,11 +81,10 @@ class QTensor(torch.Tensor):
 
     def view_codes(self, size: Sequence[int], strides: Sequence[int], offset: Any) -> QTensor:
         """Return a view over the same codes, which are checked again before they are read."""
-        if type(self.codes) is not Tensor:
-            return QTensor(self.codes, self.exponents, self.format, self.base_shape, self.dtype, (size, strides, offset))
+        make: Any = QTensor._wrap if type(self.codes) is Tensor else QTensor
         view = size, strides, offset
-        return QTensor._wrap(
-            self.codes, self.exponents, self.format, self.base_shape, self.dtype, view, self._layout
+        return cast(
+            QTensor, make(self.codes, self.exponents, self.format, self.base_shape, self.dtype, view, self._layout)
         )
 
     @classmethod
@@ -201,11 +200,7 @@ class QTensor(torch.Tensor):
         return f"QTensor({self.format}, shape={tuple(self.shape)}, {self.nbytes} bytes, device={self.device}{grad})"
 
 
-@torch._disable_dynamo  # type: ignore[attr-defined]
-def _dispatch_untraced(func: Any, args: Any, kwargs: Any) -> Any:
-    return QTensor.dispatch(func, args, kwargs)
-
-
+_dispatch_untraced = torch._disable_dynamo(lambda *args: QTensor.dispatch(*args))  # type: ignore[attr-defined]
 _find_compiler: Callable[[], Any] = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: "unknown")
 
 
