@@ -38,6 +38,8 @@ FORMATS = (
     "bfp8/32",
     "bfp8/tensor",
     "bfp12",
+    "bfp8@bf16",
+    "bfp8@fp16",
     "e4m3",
     "fp8_e5m2",
     "bf16",

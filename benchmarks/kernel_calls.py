@@ -167,7 +167,8 @@ def spoil(arguments: dict[str, Any], rng: Random) -> str:
     name = rng.choice(list(arguments))
     value = arguments[name]
     if isinstance(value, tuple) or value is None:
-        address, size = (0, 0) if value is None or not all(type(n) is int for n in value) or len(value) != 2 else value
+        given = (0, 0) if value is None or not all(type(n) is int for n in value) else value
+        address, size = given[:2] if len(given) in (2, 3) else (0, 0)
         cut = rng.choice((1, 2, 4, 8)) if address and size > 8 else 0
         honest = (
             (address, size - cut),
@@ -177,6 +178,7 @@ def spoil(arguments: dict[str, Any], rng: Random) -> str:
             (0, 0),
             (address, -size),
             (address, 2**61 + 1),
+            (address, size, rng.choice((-1, 0, 1, 2, 3))),
         )
         arguments[name] = rng.choice((None, rng.choice(GARBAGE), *honest))
     elif isinstance(value, float):

@@ -49,6 +49,21 @@ void report(const char *name, const char *kernel, const Digest &digest) {
     std::printf("%s %s %016llx\n", name, kernel, static_cast<unsigned long long>(digest.value));
 }
 
+// All bit patterns of a half precision to float32, and numbers of all sizes back.
+void digest_half(const char *name, FloatType type) {
+    std::vector<uint16_t> every(1 << 16), narrow(10007);
+    for (std::size_t i = 0; i < every.size(); ++i) every[i] = uint16_t(i);
+    std::vector<float> wide(every.size()), x = numbers(10007, 11, true);
+    kernels.widen(every.data(), type, wide.data(), int64_t(every.size()));
+    Digest digest;
+    digest.floats(wide);
+    for (std::size_t i = 0; i < x.size(); ++i) x[i] *= std::ldexp(1.0f, int(i % 60) - 30);
+    kernels.narrow(x.data(), type, narrow.data(), int64_t(narrow.size()));
+    digest.bytes(narrow.data(), 2 * narrow.size());
+    digest.value += kernels.finite_half(narrow.data(), type, int64_t(narrow.size()));
+    report(name, "half", digest);
+}
+
 void digest_grid(const char *name, const Grid &grid, int64_t count, int code_bytes, int64_t exponent_count) {
     const Source source{1, 2, 3, 4};
     const char *roundings[] = {"nearest", "stochastic", "corrected"};
@@ -95,6 +110,8 @@ int main() {
         digest.floats(drawn);
         report("random", normal ? "normal" : "uniform", digest);
     }
+    digest_half("bfloat16", kBFloat16);
+    digest_half("float16", kFloat16);
     char name[64];
     Grid grid{};
     long long line, size, count, exponents;

@@ -28,7 +28,7 @@ from rich.table import Table
 
 from qlangevin import native
 
-from . import compiled, kernel_calls, tensor_calls
+from . import compiled, half_calls, kernel_calls, tensor_calls
 from .kernel_calls import COMPUTED, REFUSED
 
 FAILED = "FAILED"
@@ -38,6 +38,7 @@ CALLS: dict[str, Callable[[Random], str]] = {
     "compiled encode, decode, relu": kernel_calls.raw_codes,
     "compiled sgld": kernel_calls.raw_step,
     "compiled draw, finite, Grid": kernel_calls.raw_rest,
+    "half precision": half_calls.half_call,
     "native": tensor_calls.native_call,
     "native.sgld": tensor_calls.step_call,
     "operators": tensor_calls.operator_call,

@@ -231,6 +231,5 @@ def test_halves_that_the_kernels_would_misread_are_refused() -> None:
     ):
         with pytest.raises((ValueError, TypeError)):
             native.kernels.first_not_finite([bad], 1)  # type: ignore[list-item]
-    assert native.kernels.FLOAT_TYPES == {
-        str(dtype).removeprefix("torch."): n for dtype, n in native._FLOAT_TYPES.items()
-    }
+    names = {str(dtype).removeprefix("torch."): number for dtype, number in native._FLOAT_TYPES.items()}
+    assert names == native.kernels.FLOAT_TYPES

@@ -179,6 +179,7 @@ def test_half_precision_clips_the_exponents_of_blocks_and_no_more(dtype: torch.d
             fit_dtype(format, dtype)
         return
     fitted = fit_dtype(format, dtype)
+    assert isinstance(fitted, BlockFloat)
     assert parse(str(fitted)) == fitted
     assert fitted.min_gap_exponent == max(format.min_gap_exponent, round(math.log2(info.smallest_normal * info.eps)))
     assert fitted.high == max(

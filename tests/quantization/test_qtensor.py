@@ -139,7 +139,7 @@ def test_blocks_beyond_the_range_of_a_dtype(dtype: torch.dtype) -> None:
     # The codes stay; they decode as the numbers would convert, and what is written from then on is on the clipped grid.
     x = torch.tensor([[0.0, 0.0], [2.0**-130, 3 * 2.0**-134], [1e6, 1.0], [3e38, 0.0], [1.0, 0.25]])
     q = encode(x, "bfp8")
-    half = q.to(dtype)
+    half: Any = q.to(dtype)
     assert torch.equal(half.codes, q.codes)
     assert torch.equal(half.decode(), q.decode().to(dtype))
     assert torch.equal(half.float().decode(), q.decode())

@@ -35,7 +35,7 @@ def train(
         sampler.zero_grad()
         with torch.autocast("cpu", autocast or torch.bfloat16, enabled=autocast is not None):
             loss = loss_of(model, dtype)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         sampler.step()
         losses.append(loss.item())
     return losses
@@ -252,7 +252,7 @@ def test_a_grad_scaler_skips_steps_and_divides_gradients(kind: str, half: bool) 
     model = made()
     sampler = SGLD(model.parameters(), 0.1, 100_000)
     with torch.autocast("cpu", dtype=torch.float16, enabled=not half):
-        loss_of(model, torch.float16 if half else None).backward()  # type: ignore[no-untyped-call]
+        loss_of(model, torch.float16 if half else None).backward()
     sampler.step()
     without = torch.cat([w.view(-1).float() for w in numbers(model)])
     assert (weights[0] - without).abs().mean() < 0.02 * (without - weights[3]).abs().mean() + 1e-4

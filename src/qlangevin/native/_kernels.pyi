@@ -1,4 +1,7 @@
-"""The compiled module: tensors come as memory, (address, bytes), with a type if they are bfloat16 or float16. `native/__init__.py` is its only caller."""
+"""The compiled module: tensors come as memory, (address, bytes), with a type if they are bfloat16 or float16.
+
+`native/__init__.py` is its only caller.
+"""
 
 from typing import TypeAlias
 

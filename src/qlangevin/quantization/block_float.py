@@ -68,7 +68,8 @@ class BlockFloat(Format):
             raise ValueError(f"block must be 'row', 'tensor' or a group size, got {self.block!r}")
         if self.inside is not None and (self.inside not in HALF or self.digits > HALF[self.inside].digits):
             raise ValueError(
-                f"inside must be None, 'bf16' for at most 9 bits or 'fp16' for at most 12, got {self.inside!r} with {self.bits} bits"
+                "inside must be None, 'bf16' for at most 9 bits or 'fp16' for at most 12, "
+                f"got {self.inside!r} with {self.bits} bits"
             )
         if self.min_gap_exponent < FLOAT32_MIN_EXPONENT:
             raise ValueError(

@@ -179,7 +179,8 @@ def quantize(x: Tensor, format: str | Format, rounding: Rounding = "nearest", ke
     """Round x to the grid of a format; return a tensor of the same shape and dtype. Gradients pass straight through.
 
     Args:
-        x: any floating tensor; infinities saturate, a NaN stays one (and spoils its block).
+        x: any floating tensor; infinities saturate, a NaN stays one (and spoils its block). Half precision clips the exponents
+            of blocks to its range.
         format: a format or its name, such as ``"fixed8.3"``, ``"bfp8"``, ``"fp8_e4m3"``.
         rounding: ``"nearest"`` (Q^d, half away from zero) or ``"stochastic"`` (Q^s, unbiased).
         key: the random bits of stochastic rounding.

@@ -50,7 +50,8 @@ class SGLD(Stepper):
         temperature: T, scales the noise; 1 samples the posterior, 0 is SGD.
         weight_decay: λ, the precision of the Gaussian prior over N; 0 by default.
         prior_std: σ, the standard deviation of that prior, in the place of ``weight_decay``: λ = 1 / (σ² N).
-        weights: Q_W, the format of the parameters; None leaves them in their dtype's own precision, or as they are packed.
+        weights: Q_W, the format of the parameters; None leaves them in their dtype's own precision, or as they are packed:
+            parameters of bfloat16 are on the grid ``"bf16"``, rounded with the same law as any other format.
         gradients: Q_G, the format gradients are rounded to, stochastically; None for full precision.
         accumulator: None keeps only the parameters (SGLDLP-L); ``"fp32"`` (SGLDLP-F) or any other format keeps a second
             copy that takes the updates; weights loaded into the model later begin a new one.
