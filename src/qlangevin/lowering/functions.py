@@ -48,10 +48,10 @@ class FunctionSettings(NamedTuple):
 class Recorder(Protocol):
     """Watches the calls of one forward; see `summary`."""
 
-    def call(self, module: str, name: str) -> None:
-        """Begin a call of a function in the forward of a module."""
+    def call(self, key: str, name: str) -> None:
+        """Begin a call of a function, known by its key."""
 
-    def done(self, result: Any, reason: str | None) -> None:
+    def done(self, args: Any, result: Any, reason: str | None) -> None:
         """End the call, which was lowered unless there is a reason why not."""
 
 
@@ -140,10 +140,15 @@ class Frame:
         self.scope, self.module = scope, scope.module
         self.occurrences: dict[str, int] = {}
 
-    def next_handler(self, entry: Entry) -> FunctionHandler:
-        occurrence = self.occurrences.get(entry.name, 0)
-        self.occurrences[entry.name] = occurrence + 1
-        return self.scope.handler(entry, occurrence)
+    def count(self, name: str) -> int:
+        """Count a call of a function; return how many were before."""
+        before = self.occurrences.get(name, 0)
+        self.occurrences[name] = before + 1
+        return before
+
+    def handler(self, entry: Entry) -> FunctionHandler:
+        """Return the handler of the call that was counted last."""
+        return self.scope.handler(entry, self.occurrences[entry.name] - 1)
 
 
 # ---- the mode
@@ -158,16 +163,29 @@ class FunctionMode(TorchFunctionMode):
         if func is F.multi_head_attention_forward:
             with self:
                 return attention.expanded(*args, **kwargs)
-        entry = function_table.find_entry(func)
-        if (recorder := _thread.recorder) is not None:
-            recorder.call(frame.scope.name, entry.name if entry is not None else getattr(func, "__name__", str(func)))
+        entry, recorder = function_table.find_entry(func), _thread.recorder
+        if recorder is not None:
+            return _record(recorder, frame, entry, func, args, kwargs)
         if entry is None:
-            result, reason = _follow(frame, func, args, kwargs), "no rule for it"
+            return _follow(frame, func, args, kwargs)
+        frame.count(entry.name)
+        return _call(frame, entry, func, args, kwargs)[0]
+
+
+def _record(recorder: Recorder, frame: Frame, entry: Entry | None, func: Any, args: Any, kwargs: Any) -> Any:
+    """Call a function while a recorder watches."""
+    name = entry.name if entry is not None else getattr(func, "__name__", str(func))
+    recorder.call(f"{frame.scope.name}/{name}/{frame.count(name)}", name)
+    reason: str | None = "no rule for it"
+    result = None
+    try:
+        if entry is None:
+            result = _follow(frame, func, args, kwargs)
         else:
             result, reason = _call(frame, entry, func, args, kwargs)
-        if recorder is not None:
-            recorder.done(result, reason)
-        return result
+    finally:
+        recorder.done((args, kwargs), result, reason)
+    return result
 
 
 def _follow(frame: Frame, func: Any, args: Any, kwargs: Any, is_sum: bool = False) -> Any:
@@ -210,7 +228,7 @@ def _call(frame: Frame, entry: Entry, func: Any, args: Any, kwargs: Any) -> tupl
 
 def _round(frame: Frame, entry: Entry, x: Tensor, operands: list[Tensor], in_place: bool) -> Tensor:
     """Return Q_A(x), in x itself if the function has worked in place."""
-    handler = frame.next_handler(entry)
+    handler = frame.handler(entry)
     format = handler.activations
     on_grid = entry.keeps_grid and "/" not in str(format) and plain_tensors.is_on_grid(operands[0], format)
     y = handler.quantize(frame.module, x, on_grid, is_own=entry.own_output)
@@ -250,7 +268,7 @@ def _finish(handler: Handler, module: nn.Module, y: Tensor) -> Tensor:
 def _relu(frame: Frame, entry: Entry, func: Any, args: Any, kwargs: Any) -> Tensor | None:
     in_place = getattr(func, "__name__", "") == "relu_" or bool(kwargs.get("inplace", args[1] if len(args) > 1 else False))
     x = args[0] if args else kwargs["input"]
-    handler = frame.next_handler(entry)
+    handler = frame.handler(entry)
     return _finish(handler, frame.module, relu_with_mask(handler, frame.module, x, in_place))
 
 
@@ -260,7 +278,7 @@ def _dropout(frame: Frame, entry: Entry, func: Any, args: Any, kwargs: Any) -> T
     x, p = given["input"], given.get("p", 0.5)
     if not training or p <= 0 or given.get("inplace", False) or getattr(func, "__name__", "") == "dropout_":
         return None
-    handler = frame.next_handler(entry)
+    handler = frame.handler(entry)
     return _finish(handler, frame.module, handler.quantize(frame.module, drop_out(x, p), is_own=True))
 
 

@@ -19,7 +19,8 @@ throughout. In half precision tensors are kept unchanged everywhere.
 from __future__ import annotations
 
 import threading
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -33,7 +34,7 @@ from .memory_order import block_order, memory_order, reorder_dims, restore_dims
 from .patches import Patch
 from .rounded_outputs import Flags, RoundedOutput
 
-__all__ = ["SavedAsCodes", "SavedCodes", "SavedUnchanged", "SavingForward"]
+__all__ = ["SavedAsCodes", "SavedCodes", "SavedUnchanged", "SavingForward", "watching"]
 
 MIN_NUMEL = 1024  # smaller tensors are not worth encoding
 
@@ -106,7 +107,10 @@ class SavedAsCodes(torch.autograd.graph.saved_tensors_hooks):
     def pack(self, t: Tensor) -> SavedCodes | SavedUnchanged:
         """Return the object that autograd keeps in the place of t."""
         codes = self._find_codes(t)
-        return SavedUnchanged(t, None if t.is_inference() else t._version) if codes is None else codes
+        kept = SavedUnchanged(t, None if t.is_inference() else t._version) if codes is None else codes
+        if _thread.watcher is not None:
+            _thread.watcher(kept)
+        return kept
 
     @staticmethod
     def unpack(saved: SavedCodes | SavedUnchanged) -> Tensor:
@@ -205,9 +209,20 @@ class _Thread(threading.local):
 
     def __init__(self) -> None:
         self.entered: list[SavedAsCodes] = []
+        self.watcher: Callable[[SavedCodes | SavedUnchanged], None] | None = None
 
 
 _thread = _Thread()
+
+
+@contextmanager
+def watching(watcher: Callable[[SavedCodes | SavedUnchanged], None]) -> Iterator[None]:
+    """Show everything that this thread keeps for backward to a function."""
+    before, _thread.watcher = _thread.watcher, watcher
+    try:
+        yield
+    finally:
+        _thread.watcher = before
 
 
 def _identify(t: Tensor) -> tuple[Any, ...]:
