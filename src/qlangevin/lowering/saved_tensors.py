@@ -3,7 +3,7 @@
 While a lowered model runs forward, every float32 tensor that an operation saves is tried on the grid of its activations. If
 it is on the grid, bit for bit, its codes and exponents are kept, a byte a number, and decoded when backward asks for it;
 other tensors are kept unchanged. Gradients are therefore the same to the bit. A tensor that several operations save is kept
-once.
+once, and so are views of a tensor, such as queries, keys and values that one layer computes.
 
 A layer that writes its output onto the grid can produce the codes in the same pass. The model's `SavingForward` remembers
 for which layers that paid: those whose output autograd saved in an earlier forward.
@@ -19,6 +19,7 @@ throughout. In half precision tensors are kept unchanged everywhere.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -47,12 +48,23 @@ class SavedCodes(NamedTuple):
     format: Format
     order: tuple[int, ...]
     spoiled: Tensor | None = None  # 1 if the tensor held a NaN; all of it is one then
-    view: tuple[torch.Size, tuple[int, ...]] | None = None  # shape and strides of a view of all its memory
+    view: tuple[torch.Size, tuple[int, ...], int] | None = None  # shape, strides and offset of a view of its memory
 
     def decode(self) -> Tensor:
-        """Return the tensor that was saved."""
-        values = decode_values(self.codes, self.exponents, self.format, self.spoiled)
-        return restore_dims(values, self.order) if self.view is None else values.as_strided(*self.view)
+        """Return the tensor that was saved. Views that are held at once, such as queries and keys, share their memory."""
+        if self.view is None:
+            return restore_dims(self._values(), self.order)
+        held = getattr(self.codes, "_qlangevin_values", None)
+        values = None if held is None else held()
+        if values is None:
+            values = self._values()
+            self.codes._qlangevin_values = weakref.ref(values)  # type: ignore[attr-defined]
+        view = values.as_strided(*self.view)
+        view._qlangevin_whole = values  # type: ignore[attr-defined]
+        return view
+
+    def _values(self) -> Tensor:
+        return decode_values(self.codes, self.exponents, self.format, self.spoiled)
 
 
 class SavedUnchanged(NamedTuple):
@@ -80,6 +92,7 @@ class SavedAsCodes(torch.autograd.graph.saved_tensors_hooks):
     def __init__(self, format: Format, saved_producers: set[Hashable]) -> None:
         self.format, self._saved_producers = format, saved_producers
         self._codes: dict[tuple[Any, ...], SavedCodes] = {}
+        self._refused: set[tuple[Any, ...]] = set()  # tensors that are not on the grid
         self._producers: dict[StorageWeakRef, Hashable] = {}
         self._outputs: dict[StorageWeakRef, RoundedOutput] = {}
         self._flags = Flags()
@@ -98,6 +111,7 @@ class SavedAsCodes(torch.autograd.graph.saved_tensors_hooks):
     def __exit__(self, *error: object) -> None:
         _thread.entered.remove(self)
         self._codes.clear()
+        self._refused.clear()
         self._producers.clear()
         self._outputs.clear()
         super().__exit__(*error)
@@ -129,10 +143,17 @@ class SavedAsCodes(torch.autograd.graph.saved_tensors_hooks):
         kernels = kernels_for(t)
         if kernels is not None and kernels.deferred:
             return self._find_output_codes(t, kernels)
+        whole = _whole_of(t)
+        if whole is not t and (codes := self._codes_of(whole)) is not None:
+            return codes._replace(view=(t.shape, t.stride(), t.storage_offset() - whole.storage_offset()))
+        return self._codes_of(t)
+
+    def _codes_of(self, t: Tensor) -> SavedCodes | None:
         key = _identify(t)
         if key not in self._codes:
-            codes = self._encode(t)
+            codes = None if key in self._refused else self._encode(t)
             if codes is None:
+                self._refused.add(key)
                 return None
             self._codes[key] = codes
             if (producer := self._producers.get(key[0])) is not None:
@@ -156,7 +177,7 @@ class SavedAsCodes(torch.autograd.graph.saved_tensors_hooks):
             codes = self._codes[output.key] = self._encode_output(output.of_view(t), kernels)
             self._saved_producers.add(output.producer)
         same = t.shape == output.shape and t.stride() == output.stride
-        return codes if same else codes._replace(view=(t.shape, t.stride()))
+        return codes if same else codes._replace(view=(t.shape, t.stride(), 0))
 
     def _encode_output(self, x: Tensor, kernels: Kernels) -> SavedCodes:
         """Return codes of numbers that are on the grid, unless they are NaN, without waiting for them."""
@@ -228,6 +249,14 @@ def watching(watcher: Callable[[SavedCodes | SavedUnchanged], None]) -> Iterator
 def _identify(t: Tensor) -> tuple[Any, ...]:
     """Return a key that no other contents of a tensor have: the weak reference keeps the storage's address from reuse."""
     return StorageWeakRef(t.untyped_storage()), t._version, t.storage_offset(), t.shape, t.stride()
+
+
+def _whole_of(t: Tensor) -> Tensor:
+    """Return the tensor that t is a view of, if its codes are not larger than t; else t."""
+    whole = t._base
+    if whole is None or type(whole) is not Tensor or whole.dtype is not t.dtype or whole.numel() > 4 * t.numel():
+        return t
+    return t if (whole.is_leaf and whole.requires_grad) or memory_order(whole) is None else whole
 
 
 class SavingForward(Patch):
