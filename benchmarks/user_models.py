@@ -66,7 +66,9 @@ class TorchEncoder(nn.Module):
     def __init__(self, layers: int = 6, width: int = 384) -> None:
         super().__init__()
         self.embed, self.places = nn.Embedding(WORDS, width), nn.Parameter(torch.randn(128, width) * 0.02)
-        layer = nn.TransformerEncoderLayer(width, width // 64, 4 * width, dropout=0.0, activation="gelu", batch_first=True)
+        layer = nn.TransformerEncoderLayer(
+            width, width // 64, 4 * width, dropout=0.0, activation="gelu", batch_first=True
+        )
         self.encode = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
         self.classify = nn.Linear(width, WORDS)
 
@@ -82,7 +84,11 @@ class EncoderLayer(nn.Module):
         self.heads = width // 64
         self.query, self.key, self.value = nn.Linear(width, width), nn.Linear(width, width), nn.Linear(width, width)
         self.out, self.norm1 = nn.Linear(width, width), nn.LayerNorm(width)
-        self.wide, self.narrow, self.norm2 = nn.Linear(width, 4 * width), nn.Linear(4 * width, width), nn.LayerNorm(width)
+        self.wide, self.narrow, self.norm2 = (
+            nn.Linear(width, 4 * width),
+            nn.Linear(4 * width, width),
+            nn.LayerNorm(width),
+        )
 
     def split(self, x: Tensor) -> Tensor:
         return x.view(*x.shape[:2], self.heads, -1).transpose(1, 2)

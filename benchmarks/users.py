@@ -1,7 +1,7 @@
 """Users' networks in 8 bits against FP32: the peak memory and the time of a training step, without a change to their code.
 
-The networks are those of `user_models`. Memory is measured as in `memory`: a process for each contestant, and the peak of its resident
-memory over a step, less that before the model was built. Time is that of a step against `torch.optim.SGD` in FP32.
+The networks are those of `user_models`. Memory is measured as in `memory`: a process for each contestant, and the peak of its
+resident memory over a step, less that before the model was built. Time is that of a step against `torch.optim.SGD` in FP32.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ def measure_contestant(options: Options) -> float:
 
 def peak(name: Name, steps: int) -> Row:
     case = CASES[name]
-    ours, theirs = (measure_contestant(Options(name, kind, steps)) for kind in ("packed", "fp32"))  # type: ignore[arg-type]
+    ours, theirs = (measure_contestant(Options(name, kind, steps)) for kind in ("packed", "fp32"))
     group = f"peak memory of a training step in {FORMAT}, networks of users, one thread"
     title = f"{case.title}, batch {case.sizes[0]}"
     return Row(group, title, ours / MB, "MB", "FP32", theirs / MB, "memory", case.peak)

@@ -33,7 +33,9 @@ def unpack_bits(bits: Tensor, shape: torch.Size) -> Tensor:
     """Return the bool tensor of this shape that was packed."""
     count = shape.numel()
     if bits.is_cpu:
-        return torch.from_numpy(np.unpackbits(bits.numpy(), count=count, bitorder="little")).view(torch.bool).view(shape)
+        return (
+            torch.from_numpy(np.unpackbits(bits.numpy(), count=count, bitorder="little")).view(torch.bool).view(shape)
+        )
     places = torch.arange(8, dtype=torch.uint8, device=bits.device)
     return (bits.unsqueeze(1) >> places & 1).to(torch.bool).view(-1)[:count].view(shape)
 

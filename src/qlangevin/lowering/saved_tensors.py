@@ -22,7 +22,7 @@ import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -59,9 +59,9 @@ class SavedCodes(NamedTuple):
         if values is None:
             values = self._values()
             self.codes._qlangevin_values = weakref.ref(values)  # type: ignore[attr-defined]
-        view = values.as_strided(*self.view)
-        view._qlangevin_whole = values  # type: ignore[attr-defined]
-        return view
+        view: Any = values.as_strided(*self.view)
+        view._qlangevin_whole = values
+        return cast(Tensor, view)
 
     def _values(self) -> Tensor:
         return decode_values(self.codes, self.exponents, self.format, self.spoiled)
@@ -145,7 +145,7 @@ class SavedAsCodes(torch.autograd.graph.saved_tensors_hooks):
             return self._find_output_codes(t, kernels)
         whole = _whole_of(t)
         if whole is not t and (codes := self._codes_of(whole)) is not None:
-            return codes._replace(view=(t.shape, t.stride(), t.storage_offset() - whole.storage_offset()))
+            return codes._replace(view=(t.shape, t.stride(), int(t.storage_offset() - whole.storage_offset())))
         return self._codes_of(t)
 
     def _codes_of(self, t: Tensor) -> SavedCodes | None:

@@ -76,7 +76,14 @@ class Summary:
 
 def _cells(row: SummaryRow) -> tuple[str, ...]:
     verdict = "yes" if row.lowered else f"no: {row.reason}"
-    return row.name, row.what, verdict, f"{row.elements:,}", f"{row.code_bytes / 1e3:,.1f}", f"{row.float_bytes / 1e3:,.1f}"
+    return (
+        row.name,
+        row.what,
+        verdict,
+        f"{row.elements:,}",
+        f"{row.code_bytes / 1e3:,.1f}",
+        f"{row.float_bytes / 1e3:,.1f}",
+    )
 
 
 def summary(model: nn.Module, batch: Any) -> Summary:
@@ -96,7 +103,13 @@ def summary(model: nn.Module, batch: Any) -> Summary:
         stack.enter_context(watching(recorder.saved))
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(recorder.pack, lambda t: t))
         stack.enter_context(torch.enable_grad())
-        output = model(**batch) if isinstance(batch, Mapping) else model(*batch) if isinstance(batch, tuple) else model(batch)
+        output = (
+            model(**batch)
+            if isinstance(batch, Mapping)
+            else model(*batch)
+            if isinstance(batch, tuple)
+            else model(batch)
+        )
         del output
     return Summary([row for row in recorder.rows.values() if recorder.tells(row)])
 
@@ -107,7 +120,7 @@ class _Recorder:
     def __init__(self, model: nn.Module) -> None:
         self.rows: dict[str, SummaryRow] = {}
         self.model, self.inside = model, [self._row("(model)", type(model).__name__, False, "a module with children")]
-        self.storages: set[StorageWeakRef] = set()
+        self.storages: set[StorageWeakRef | int] = set()
 
     def _row(self, name: str, what: str, lowered: bool, reason: str) -> SummaryRow:
         return self.rows.setdefault(name, SummaryRow(name, what, lowered, reason))
