@@ -5,8 +5,8 @@
 
 `ScopedForward` runs the forward of a module that has children within a `TorchFunctionMode`, which gets every function that is
 called there. Inside of a lowered layer the mode is hidden: the layer's output is rounded once, by its handler.
-`function_table` says which functions are lowered, and when. The random bits of a call follow from the seed, the name of the module whose forward calls
-it, the name of the function, and how many calls of that function the same forward has made before.
+`function_table` says which functions are lowered, and when. The random bits of a call follow from the seed, the name of the
+module whose forward calls it, the name of the function, and how many calls of it the same forward has made before.
 
 Compilers see functions without the mode: a compiled model rounds its layers, and says once that it does not round functions.
 """
@@ -24,6 +24,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
+from .._warnings import warn_once
 from ..quantization.random import Key
 from . import attention
 from .function_calls import call, follow
@@ -78,6 +79,8 @@ class ScopedForward(Patch):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
+            if self.settings.names:
+                _warn_compiler()
             return self.call_replaced(*args, **kwargs)
         thread = _thread
         frames, hidden, depth = thread.frames, thread.hidden, len(thread.frames)
@@ -152,6 +155,20 @@ class Frame:
     def handler(self, entry: Entry) -> FunctionHandler:
         """Return the handler of the call that was counted last."""
         return self.scope.handler(entry, self.occurrences[entry.name] - 1)
+
+
+_warned: set[str] = set()
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _warn_compiler() -> None:
+    """Warn once, while a model is compiled."""
+    warn_once(
+        _warned, "compiled",
+        "torch.compile does not see the functions that a lowered model calls (F.relu, sums, ...): compiled code leaves them in full "
+        "precision, and rounds layers as before. Write them as modules, or lower(..., functions=False) to compute the same compiled "
+        "or not",
+    )  # fmt: skip
 
 
 # ---- the mode

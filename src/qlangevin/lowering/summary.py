@@ -18,12 +18,17 @@ from torch.utils._pytree import tree_leaves
 
 from ..quantization.qtensor import QTensor
 from .functions import find_scope, recording
-from .handler import find_handler
+from .handler import Handler, find_handler
+from .modules import LeafHandler
 from .operand_kinds import Kind
 from .patches import find_patch
 from .saved_tensors import SavedCodes, SavedUnchanged, SavingForward, watching
 
 __all__ = ["Summary", "SummaryRow", "summary"]
+
+# Functions that copy numbers as they are.
+_MOVING = frozenset(("contiguous", "clone", "reshape", "flatten", "to", "float", "repeat", "repeat_interleave", "flip", "roll",
+                     "__getitem__", "index_select", "gather", "type_as", "neg", "detach", "pad", "unfold", "tile"))  # fmt: skip
 
 
 @dataclass
@@ -150,8 +155,10 @@ class _Recorder:
         lowered = find_handler(module) is not None
         self.inside.append(self._row(name, type(module).__name__, lowered, "" if lowered else "skipped, or no layer"))
 
-    def leave(self, args: Any, output: Any) -> None:
+    def leave(self, handler: Handler | None, args: Any, output: Any) -> None:
         row = self.inside.pop()
+        if isinstance(handler, LeafHandler) and not handler.is_layer:
+            row.lowered, row.reason = False, "returns no activation"
         given = {_storage(t) for t in tree_leaves(args) if isinstance(t, Tensor)}
         new = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.is_floating_point()]
         row.elements += sum(t.numel() for t in new if row.lowered or _storage(t) not in given)
@@ -171,7 +178,10 @@ class _Recorder:
             outer.code_bytes += found.code_bytes  # part of a module that is one layer
             outer.float_bytes += found.float_bytes
             return
-        is_activation = any(getattr(t, "_qlangevin_kind", None) in (Kind.ACTIVATION, Kind.MASKED) for t in new)
+        moves = found.what in _MOVING
+        is_activation = not moves and any(
+            getattr(t, "_qlangevin_kind", None) in (Kind.ACTIVATION, Kind.MASKED) for t in new
+        )
         if not (reason is None or is_activation or found.code_bytes or found.float_bytes):
             return
         row = self._row(found.name, found.what, reason is None, reason or "")
@@ -217,7 +227,7 @@ class _Leave:
         self.recorder = recorder
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        self.recorder.leave(args, output)
+        self.recorder.leave(find_handler(module), args, output)
 
 
 def _storage(t: Tensor) -> StorageWeakRef | int:
