@@ -165,9 +165,9 @@ def _warn_compiler() -> None:
     """Warn once, while a model is compiled."""
     warn_once(
         _warned, "compiled",
-        "torch.compile does not see the functions that a lowered model calls (F.relu, sums, ...): compiled code leaves them in full "
-        "precision, and rounds layers as before. Write them as modules, or lower(..., functions=False) to compute the same compiled "
-        "or not",
+        "torch.compile does not see the functions that a lowered model calls (F.relu, sums, ...): compiled code leaves them in "
+        "full precision, and rounds layers as before. Write them as modules; or lower(..., functions=False), to compute the "
+        "same compiled or not",
     )  # fmt: skip
 
 

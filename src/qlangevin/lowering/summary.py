@@ -246,7 +246,7 @@ def _unchanged(model: nn.Module) -> Iterator[None]:
     scopes = [(s, dict(s.handlers), s.state()) for s in map(find_scope, model.modules()) if s is not None]
     saving = find_patch(model, SavingForward)
     producers = set() if saving is None else set(saving.saved_producers)
-    buffers = [(b, b._version, b.detach().clone()) for b in model.buffers() if not b.is_inference()]
+    buffers = [(b, b.detach().clone()) for b in model.buffers() if not b.is_inference()]
     try:
         yield
     finally:
@@ -258,6 +258,6 @@ def _unchanged(model: nn.Module) -> Iterator[None]:
         if saving is not None:
             saving.saved_producers.intersection_update(producers)
         with torch.no_grad():
-            for buffer, version, before in buffers:
-                if buffer._version != version:
+            for buffer, before in buffers:
+                if not torch.equal(buffer, before):
                     buffer.copy_(before)
