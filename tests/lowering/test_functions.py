@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -275,6 +276,11 @@ def test_functions_are_chosen() -> None:
         ValueError, match="functions has 'fft', which is no function that can be lowered; known are linear"
     ):
         ql.lower(Functional(), "bfp8", functions="fft")
+
+
+def test_the_documentation_names_every_function() -> None:
+    table = (Path(__file__).parents[2] / "docs" / "lowering.md").read_text()
+    assert [name for name in lowering.FUNCTIONS if f"`{name}`" not in table] == []
 
 
 def test_functions_inside_a_layer_are_not_rounded_again() -> None:
