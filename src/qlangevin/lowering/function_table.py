@@ -175,7 +175,11 @@ def _join(kinds: Sequence[Kind], result: Tensor) -> str | None:
 
 
 def _mean(kinds: Sequence[Kind], result: Tensor) -> str | None:
-    return "no activation" if not kinds or kinds[0] is not Kind.ACTIVATION else _few_dims(result)
+    if not kinds or kinds[0] is not Kind.ACTIVATION:
+        return "no activation"
+    if result.dim() > 1 and result.shape[-1] == 1 and result.shape[-2] != 1:
+        return "a statistic of each row, as in a norm"
+    return _few_dims(result)
 
 
 def _few_dims(result: Tensor) -> str | None:
