@@ -19,11 +19,34 @@ from rich.table import Table
 
 from qlangevin import native
 
-from . import agreement, averaging, baselines, coarsening, memory, quantizers, scaling, steps, storage, training, whole
+from . import (
+    agreement,
+    averaging,
+    baselines,
+    coarsening,
+    memory,
+    quantizers,
+    scaling,
+    steps,
+    storage,
+    training,
+    users,
+    whole,
+)
 from .timing import Row, machine
 
 Part = Literal[
-    "steps", "quantizers", "training", "memory", "storage", "averaging", "whole", "scaling", "agreement", "coarsening"
+    "steps",
+    "quantizers",
+    "training",
+    "memory",
+    "users",
+    "storage",
+    "averaging",
+    "whole",
+    "scaling",
+    "agreement",
+    "coarsening",
 ]
 PARTS: tuple[Part, ...] = get_args(Part)
 
@@ -98,6 +121,8 @@ def timings(options: Options, qtorch: ModuleType | None, console: Console) -> li
             rows += training.run(400 * scale, options.quick)
         elif part == "memory" and native.available:
             rows += memory.run(options.quick)
+        elif part == "users" and native.available:
+            rows += users.run(300 * scale, options.quick)
         elif part == "storage":
             rows += storage.run(60 * scale, options.quick)
         elif part == "averaging":

@@ -97,7 +97,7 @@ def cases(quick: bool) -> list[Case]:
 
 def lower_and_pack(model: nn.Module, format: str, packed: bool) -> None:
     """Prepare a model for Algorithm 3. The sampler has to be made afterwards, since `pack` replaces the parameters."""
-    ql.lower(model, activations=format, errors=format)
+    ql.lower(model, activations=format, errors=format, functions=False)  # its sums are modules
     if packed:
         ql.pack(model, format)
 

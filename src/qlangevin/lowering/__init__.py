@@ -15,6 +15,7 @@ from .layers import (
     state_dict,
     unlower,
 )
+from .summary import summary
 
 __all__ = [
     "FUNCTIONS",
@@ -27,5 +28,6 @@ __all__ = [
     "set_replica",
     "settings",
     "state_dict",
+    "summary",
     "unlower",
 ]

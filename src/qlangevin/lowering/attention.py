@@ -1,7 +1,7 @@
 """`F.multi_head_attention_forward` as the functions it is made of, so that each can be lowered.
 
-PyTorch shows it to a `TorchFunctionMode` as one function. Here its own code runs with every function shown but the last projection,
-whose result is the output of the module and is rounded there.
+PyTorch shows it to a `TorchFunctionMode` as one function. Here its own code runs with every function shown but the last
+projection, whose result is the output of the module and is rounded there.
 """
 
 from __future__ import annotations

@@ -33,21 +33,24 @@ def unpack_bits(bits: Tensor, shape: torch.Size) -> Tensor:
     """Return the bool tensor of this shape that was packed."""
     count = shape.numel()
     if bits.is_cpu:
-        return torch.from_numpy(np.unpackbits(bits.numpy(), count=count, bitorder="little")).view(torch.bool).view(shape)
+        return (
+            torch.from_numpy(np.unpackbits(bits.numpy(), count=count, bitorder="little")).view(torch.bool).view(shape)
+        )
     places = torch.arange(8, dtype=torch.uint8, device=bits.device)
     return (bits.unsqueeze(1) >> places & 1).to(torch.bool).view(-1)[:count].view(shape)
 
 
-class _Mask:
-    """A mask in the order of the memory of the tensor it is for."""
+def _save_mask(ctx: Any, mask: Tensor) -> None:
+    """Keep a mask for backward, in the order of its memory."""
+    ctx.order = memory_order(mask) or ()
+    values = reorder_dims(mask, ctx.order).contiguous()
+    ctx.shape = values.shape
+    ctx.save_for_backward(pack_bits(values))
 
-    def __init__(self, mask: Tensor) -> None:
-        self.order = memory_order(mask) or ()
-        values = reorder_dims(mask, self.order).contiguous()
-        self.shape, self.bits = values.shape, pack_bits(values)
 
-    def unpack(self) -> Tensor:
-        return restore_dims(unpack_bits(self.bits, self.shape), self.order)
+def _apply_mask(ctx: Any, e: Tensor) -> Tensor:
+    (bits,) = ctx.saved_tensors
+    return torch.where(restore_dims(unpack_bits(bits, ctx.shape), ctx.order), e, 0.0)
 
 
 class ReLUMaskFunction(torch.autograd.Function):
@@ -58,12 +61,13 @@ class ReLUMaskFunction(torch.autograd.Function):
         if inplace:
             ctx.mark_dirty(x)
         y = torch.clamp_min(x, 0, out=x) if inplace else torch.clamp_min(x, 0)
-        ctx.mask = _Mask(~(y <= 0)) if ctx.needs_input_grad[0] else None  # the error of a NaN passes
+        if ctx.needs_input_grad[0]:
+            _save_mask(ctx, ~(y <= 0))  # the error of a NaN passes
         return y
 
     @staticmethod
     def backward(ctx: Any, e: Tensor) -> tuple[Any, ...]:
-        return torch.where(ctx.mask.unpack(), e, 0.0), None
+        return _apply_mask(ctx, e), None
 
 
 class DropoutFunction(torch.autograd.Function):
@@ -71,13 +75,14 @@ class DropoutFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, p: float) -> Tensor:
-        noise = torch.empty_like(x).bernoulli_(1 - p)
-        ctx.mask, ctx.scale = _Mask(noise != 0) if ctx.needs_input_grad[0] else None, 1 / (1 - p)
+        noise, ctx.scale = torch.empty_like(x).bernoulli_(1 - p), 1 / (1 - p)
+        if ctx.needs_input_grad[0]:
+            _save_mask(ctx, noise != 0)
         return noise.div_(1 - p).mul_(x)
 
     @staticmethod
     def backward(ctx: Any, e: Tensor) -> tuple[Any, ...]:
-        return torch.where(ctx.mask.unpack(), e * ctx.scale, 0.0), None
+        return _apply_mask(ctx, e * ctx.scale), None
 
 
 def relu_with_mask(handler: Handler, module: nn.Module, x: Tensor, inplace: bool) -> Tensor:

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from .operand_kinds import Kind
 
-__all__ = ["FUNCTIONS", "Entry", "FunctionChoice", "choose_functions", "find_entry"]
+__all__ = ["FUNCTIONS", "Entry", "FunctionChoice", "choose_functions", "find_entry", "why_not"]
 
 Rule: TypeAlias = Literal["layer", "table", "map", "sum", "product", "matmul", "biased", "join", "mean", "attention"]
 FunctionChoice: TypeAlias = bool | str | Callable[..., Any] | Iterable[str | Callable[..., Any]]
@@ -33,14 +33,14 @@ class Entry(NamedTuple):
 
 
 _RULES: dict[Rule, str] = {
-    "layer": "linear bilinear conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d batch_norm layer_norm rms_norm "
-    "group_norm instance_norm local_response_norm normalize",
+    "layer": "linear bilinear conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d batch_norm layer_norm "
+    "rms_norm group_norm instance_norm local_response_norm normalize",
     "table": "embedding embedding_bag",
-    "map": "relu relu6 leaky_relu elu selu celu gelu silu mish glu prelu rrelu hardtanh hardswish hardsigmoid hardshrink softplus "
-    "softsign softshrink sigmoid tanh tanhshrink threshold logsigmoid softmax softmin gumbel_softmax dropout dropout1d dropout2d "
-    "dropout3d alpha_dropout feature_alpha_dropout max_pool1d max_pool2d max_pool3d adaptive_max_pool1d adaptive_max_pool2d "
-    "adaptive_max_pool3d avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d lp_pool1d "
-    "lp_pool2d fractional_max_pool2d fractional_max_pool3d interpolate upsample",
+    "map": "relu relu6 leaky_relu elu selu celu gelu silu mish glu prelu rrelu hardtanh hardswish hardsigmoid hardshrink "
+    "softplus softsign softshrink sigmoid tanh tanhshrink threshold logsigmoid softmax softmin gumbel_softmax dropout "
+    "dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout max_pool1d max_pool2d max_pool3d adaptive_max_pool1d "
+    "adaptive_max_pool2d adaptive_max_pool3d avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d "
+    "adaptive_avg_pool3d lp_pool1d lp_pool2d fractional_max_pool2d fractional_max_pool3d interpolate upsample",
     "sum": "add sub rsub",
     "product": "mul div true_divide multiply divide addcmul",
     "matmul": "matmul mm bmm mv einsum tensordot",
@@ -56,15 +56,12 @@ _SPECIAL_METHODS = {
 }  # fmt: skip
 
 # Functions whose backward reads their result, or that may return their input: it must not be overwritten.
-_READS_RESULT = frozenset(
+_KEPT_RESULTS = (
     "sigmoid tanh softmax softmin gumbel_softmax selu celu elu leaky_relu rrelu normalize scaled_dot_product_attention lp_pool1d "
-    "lp_pool2d alpha_dropout hardsigmoid softsign threshold relu6 hardtanh glu prelu logsigmoid upsample "
-    "dropout dropout1d dropout2d dropout3d feature_alpha_dropout interpolate".split()
+    "lp_pool2d alpha_dropout hardsigmoid softsign threshold relu6 hardtanh glu prelu logsigmoid upsample interpolate dropout "
+    "dropout1d dropout2d dropout3d feature_alpha_dropout"
 )
-_KEEPS_GRID = frozenset(
-    "max_pool1d max_pool2d max_pool3d adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d fractional_max_pool2d "
-    "fractional_max_pool3d".split()
-)
+_READS_RESULT = frozenset(_KEPT_RESULTS.split())
 
 
 def _functions_of(name: str) -> list[Any]:
@@ -79,7 +76,7 @@ def _build_table() -> dict[Any, Entry]:
     table: dict[Any, Entry] = {}
     for rule, names in _RULES.items():
         for name in names.split():
-            entry = Entry(name, rule, name not in _READS_RESULT, name in _KEEPS_GRID)
+            entry = Entry(name, rule, name not in _READS_RESULT, "max_pool" in name)
             table.update({f: entry for f in _functions_of(name) if f not in table})
     table[F.softmax], table[torch.softmax] = table[Tensor.softmax], table[Tensor.softmax]
     return table
@@ -178,7 +175,11 @@ def _join(kinds: Sequence[Kind], result: Tensor) -> str | None:
 
 
 def _mean(kinds: Sequence[Kind], result: Tensor) -> str | None:
-    return "no activation" if not kinds or kinds[0] is not Kind.ACTIVATION else _few_dims(result)
+    if not kinds or kinds[0] is not Kind.ACTIVATION:
+        return "no activation"
+    if result.dim() > 1 and result.shape[-1] == 1 and result.shape[-2] != 1:
+        return "a statistic of each row, as in a norm"
+    return _few_dims(result)
 
 
 def _few_dims(result: Tensor) -> str | None:

@@ -3,10 +3,10 @@
     forward    y = Q_A(f(a, b, ...))
     backward   e_y is rounded by Q_E before f's own backward
 
-`ScopedForward` runs the forward of a module that has children within a `TorchFunctionMode`, which gets every function that is called
-there. Inside of a lowered layer the mode is hidden: the layer's output is rounded once, by its handler. `function_table` says
-which functions are lowered, and when. The random bits of a call follow from the seed, the name of the module whose forward calls
-it, the name of the function, and how many calls of that function the same forward has made before.
+`ScopedForward` runs the forward of a module that has children within a `TorchFunctionMode`, which gets every function that is
+called there. Inside of a lowered layer the mode is hidden: the layer's output is rounded once, by its handler.
+`function_table` says which functions are lowered, and when. The random bits of a call follow from the seed, the name of the
+module whose forward calls it, the name of the function, and how many calls of it the same forward has made before.
 
 Compilers see functions without the mode: a compiled model rounds its layers, and says once that it does not round functions.
 """
@@ -19,20 +19,24 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
+from .._warnings import warn_once
 from ..quantization.random import Key
-from . import attention, function_table, plain_tensors
-from .bit_masks import drop_out, relu_with_mask
-from .function_table import Entry
+from . import attention
+from .function_calls import call, follow
+from .function_table import FUNCTIONS, Entry, find_entry
 from .handler import Handler
-from .operand_kinds import Kind, find_kind, float_operands, propagate, set_kinds
+from .operand_kinds import Kind, set_kinds
 from .patches import Patch, find_patch
 
-__all__ = ["EnterLayer", "FunctionSettings", "LeaveLayer", "Recorder", "ScopedForward", "find_scope", "recording", "without_functions"]
+__all__ = [
+    "EnterLayer", "Frame", "FunctionSettings", "LeaveLayer", "Recorder", "ScopedForward", "find_scope", "recording",
+    "without_functions",
+]  # fmt: skip
 
 
 class FunctionSettings(NamedTuple):
@@ -48,10 +52,10 @@ class FunctionSettings(NamedTuple):
 class Recorder(Protocol):
     """Watches the calls of one forward; see `summary`."""
 
-    def call(self, module: str, name: str) -> None:
-        """Begin a call of a function in the forward of a module."""
+    def call(self, key: str, name: str) -> None:
+        """Begin a call of a function, known by its key."""
 
-    def done(self, result: Any, reason: str | None) -> None:
+    def done(self, args: Any, result: Any, reason: str | None) -> None:
         """End the call, which was lowered unless there is a reason why not."""
 
 
@@ -75,6 +79,8 @@ class ScopedForward(Patch):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
+            if self.settings.names:
+                _warn_compiler()
             return self.call_replaced(*args, **kwargs)
         thread = _thread
         frames, hidden, depth = thread.frames, thread.hidden, len(thread.frames)
@@ -116,7 +122,7 @@ class ScopedForward(Patch):
         """Return all settings but the replica as text."""
         activations, errors, rounding, chain, names = self.settings
         stream = f", stream={chain.stream}" if chain.stream else ""
-        which = "all functions" if len(names) == len(function_table.FUNCTIONS) else ", ".join(sorted(names))
+        which = "all functions" if len(names) == len(FUNCTIONS) else ", ".join(sorted(names))
         formats = f"activations={activations or 'fp32'}, errors={errors or 'fp32'}"
         return f"{formats}, rounding={rounding}, seed={chain.seed}{stream}, functions: {which}"
 
@@ -140,10 +146,29 @@ class Frame:
         self.scope, self.module = scope, scope.module
         self.occurrences: dict[str, int] = {}
 
-    def next_handler(self, entry: Entry) -> FunctionHandler:
-        occurrence = self.occurrences.get(entry.name, 0)
-        self.occurrences[entry.name] = occurrence + 1
-        return self.scope.handler(entry, occurrence)
+    def count(self, name: str) -> int:
+        """Count a call of a function; return how many were before."""
+        before = self.occurrences.get(name, 0)
+        self.occurrences[name] = before + 1
+        return before
+
+    def handler(self, entry: Entry) -> FunctionHandler:
+        """Return the handler of the call that was counted last."""
+        return self.scope.handler(entry, self.occurrences[entry.name] - 1)
+
+
+_warned: set[str] = set()
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _warn_compiler() -> None:
+    """Warn once, while a model is compiled."""
+    warn_once(
+        _warned, "compiled",
+        "torch.compile does not see the functions that a lowered model calls (F.relu, sums, ...): compiled code leaves them in "
+        "full precision, and rounds layers as before. Write them as modules; or lower(..., functions=False), to compute the "
+        "same compiled or not",
+    )  # fmt: skip
 
 
 # ---- the mode
@@ -158,113 +183,29 @@ class FunctionMode(TorchFunctionMode):
         if func is F.multi_head_attention_forward:
             with self:
                 return attention.expanded(*args, **kwargs)
-        entry = function_table.find_entry(func)
-        if (recorder := _thread.recorder) is not None:
-            recorder.call(frame.scope.name, entry.name if entry is not None else getattr(func, "__name__", str(func)))
-        if entry is None:
-            result, reason = _follow(frame, func, args, kwargs), "no rule for it"
-        else:
-            result, reason = _call(frame, entry, func, args, kwargs)
+        entry, recorder = find_entry(func), _thread.recorder
         if recorder is not None:
-            recorder.done(result, reason)
-        return result
+            return _record(recorder, frame, entry, func, args, kwargs)
+        if entry is None:
+            return follow(frame, func, args, kwargs)
+        frame.count(entry.name)
+        return call(frame, entry, func, args, kwargs)[0]
 
 
-def _follow(frame: Frame, func: Any, args: Any, kwargs: Any, is_sum: bool = False) -> Any:
-    """Call a function that is not lowered, and note the kind of what it returns."""
-    result = func(*args, **kwargs)
-    if isinstance(result, (Tensor, tuple, list)):
-        kinds = [find_kind(t, frame.module) for t in float_operands(args, kwargs)]
-        set_kinds(result, propagate(func, kinds, is_sum))
+def _record(recorder: Recorder, frame: Frame, entry: Entry | None, func: Any, args: Any, kwargs: Any) -> Any:
+    """Call a function while a recorder watches."""
+    name = entry.name if entry is not None else getattr(func, "__name__", str(func))
+    recorder.call(f"{frame.scope.name}/{name}/{frame.count(name)}", name)
+    reason: str | None = "no rule for it"
+    result = None
+    try:
+        if entry is None:
+            result = follow(frame, func, args, kwargs)
+        else:
+            result, reason = call(frame, entry, func, args, kwargs)
+    finally:
+        recorder.done((args, kwargs), result, reason)
     return result
-
-
-def _call(frame: Frame, entry: Entry, func: Any, args: Any, kwargs: Any) -> tuple[Any, str | None]:
-    """Call a function of the table; return its result, and the reason if it was not lowered."""
-    module = frame.module
-    operands = list(float_operands(args, kwargs))
-    kinds = [find_kind(t, module) for t in operands]
-    chosen = entry.name in frame.scope.settings.names
-    if chosen and entry.name in _MASKED_FUNCTIONS and kinds and kinds[0] is Kind.ACTIVATION:
-        result = _MASKED_FUNCTIONS[entry.name](frame, entry, func, args, kwargs)
-        if result is not None:
-            set_kinds(result, Kind.ACTIVATION)
-            return result, None
-    result = func(*args, **kwargs)
-    first = result[0] if isinstance(result, tuple) else result
-    reason = function_table.why_not(entry, kinds, first)
-    if reason is not None:
-        set_kinds(result, propagate(func, kinds, entry.rule in ("sum", "biased")))
-        return result, reason
-    set_kinds(result, Kind.ACTIVATION)
-    in_place = bool(operands) and first is operands[0]
-    if "out" in kwargs or not first.is_floating_point():
-        return result, "written to a given tensor"
-    if in_place and not entry.own_output:
-        return result, "unchanged, or in place where its backward reads it"
-    if not chosen:
-        return result, "not chosen"
-    rounded = _round(frame, entry, first, operands, in_place)
-    return (rounded, *result[1:]) if isinstance(result, tuple) else rounded, None
-
-
-def _round(frame: Frame, entry: Entry, x: Tensor, operands: list[Tensor], in_place: bool) -> Tensor:
-    """Return Q_A(x), in x itself if the function has worked in place."""
-    handler = frame.next_handler(entry)
-    format = handler.activations
-    on_grid = entry.keeps_grid and "/" not in str(format) and plain_tensors.is_on_grid(operands[0], format)
-    y = handler.quantize(frame.module, x, on_grid, is_own=entry.own_output)
-    if in_place and y is not x:
-        y = _write(x, y)
-    return _finish(handler, frame.module, y)
-
-
-class WriteFunction(torch.autograd.Function):
-    """Write y into x; the error, which is that of y, keeps its layout, as it does not in ``x.copy_(y)``."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
-        ctx.mark_dirty(x)
-        return x.copy_(y)
-
-    @staticmethod
-    def backward(ctx: Any, e: Tensor) -> tuple[Any, ...]:
-        return None, e
-
-
-def _write(x: Tensor, y: Tensor) -> Tensor:
-    if x._is_view() or torch._C._functorch.is_functorch_wrapped_tensor(x):
-        return x.copy_(y)
-    function: Any = WriteFunction
-    result: Tensor = function.apply(x, y)
-    return result
-
-
-def _finish(handler: Handler, module: nn.Module, y: Tensor) -> Tensor:
-    set_kinds(y, Kind.ACTIVATION)
-    if handler.bits.are_shared and module.training and handler.rounding != "nearest":
-        handler.bits.watch(handler, handler.name, y)
-    return y
-
-
-def _relu(frame: Frame, entry: Entry, func: Any, args: Any, kwargs: Any) -> Tensor | None:
-    in_place = getattr(func, "__name__", "") == "relu_" or bool(kwargs.get("inplace", args[1] if len(args) > 1 else False))
-    x = args[0] if args else kwargs["input"]
-    handler = frame.next_handler(entry)
-    return _finish(handler, frame.module, relu_with_mask(handler, frame.module, x, in_place))
-
-
-def _dropout(frame: Frame, entry: Entry, func: Any, args: Any, kwargs: Any) -> Tensor | None:
-    given = dict(zip(("input", "p", "training", "inplace"), args, strict=False)) | kwargs
-    training = given.get("training", given.get("train", func is F.dropout))
-    x, p = given["input"], given.get("p", 0.5)
-    if not training or p <= 0 or given.get("inplace", False) or getattr(func, "__name__", "") == "dropout_":
-        return None
-    handler = frame.next_handler(entry)
-    return _finish(handler, frame.module, handler.quantize(frame.module, drop_out(x, p), is_own=True))
-
-
-_MASKED_FUNCTIONS = {"relu": _relu, "dropout": _dropout}
 
 
 # ---- the mode's place on PyTorch's stack

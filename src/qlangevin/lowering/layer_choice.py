@@ -1,9 +1,9 @@
 """Which modules of a model are layers, and whose forwards have their functions lowered.
 
-    a layer of PyTorch (`LAYERS`)                 lowered; its own functions are hidden
-    a module of the user's without children       lowered; its own functions are followed, see `LeafHandler`
-    a module with children, and the whole model   its functions are lowered
-    what is skipped or not chosen                 its functions are followed
+a layer of PyTorch (`LAYERS`)                 lowered; its own functions are hidden
+a module of the user's without children       lowered; its own functions are followed, see `LeafHandler`
+a module with children, and the whole model   its functions are lowered
+what is skipped or not chosen                 its functions are followed
 """
 
 from __future__ import annotations
@@ -51,8 +51,12 @@ def scope_functions(
 
     A model whose modules call no functions, such as a plain `nn.Sequential`, stays without a mode.
     """
-    callers = {m: name for name, m in model.named_modules() if _calls_functions(m) and not (m in layers and _is_hidden(m))}
-    lowered = {m for m, name in callers.items() if m in where and (_has_children(m) or (name == "" and m not in layers))}
+    callers = {
+        m: name for name, m in model.named_modules() if _calls_functions(m) and not (m in layers and _is_hidden(m))
+    }
+    lowered = {
+        m for m, name in callers.items() if m in where and (_has_children(m) or (name == "" and m not in layers))
+    }
     if not (lowered and settings.names) and not any(is_leaf_of_user(m) for m in layers):
         return
     for module in layers:

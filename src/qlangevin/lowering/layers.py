@@ -69,9 +69,9 @@ def lower(
             first dim, that is examples (the paper's small block); that of ``"bfp8/tensor"`` is all of a tensor.
         layers, skip: which layers, by type, name pattern or predicate of name and module. By default all layers of PyTorch
             (`LAYERS`) and modules of the user's that have no children; see `is_layer`.
-        functions, skip_functions: which functions, by name (``"relu"``) or callable (``F.relu``), are lowered like layers where the
-            forward of the model, or of a module in it that has children, calls them; see `lowering.FUNCTIONS`. If ``layers``
-            are chosen, only where they match the calling module. Functions of skipped modules are not.
+        functions, skip_functions: which functions, by name (``"relu"``) or callable (``F.relu``), are lowered like layers
+            where the forward of the model, or of a module in it that has children, calls them; see `lowering.FUNCTIONS`. If
+            ``layers`` are chosen, only where they match the calling module. Functions of skipped modules are not.
         rounding: in training, ``"stochastic"`` or ``"nearest"``.
         seed: of the random bits, which follow from it, from ``stream`` and from the name that a layer has in ``model``. So
             several calls may lower different ``layers`` of one model.
@@ -83,7 +83,7 @@ def lower(
             the outputs of layers and views of them, and a tensor that held a NaN is NaN throughout in backward.
     """
     check_choice("rounding", rounding, ("nearest", "stochastic"))
-    names = tuple(None if f is None or parse(f) == FP32 else str(parse(f)) for f in (activations, errors))
+    names = _format_name(activations), _format_name(errors)
     chosen, wanted = select_modules(model, layers, skip), choose_functions(functions, skip_functions)
     _check_can_be_lowered(chosen)
     for name, module in chosen.items():
@@ -96,6 +96,11 @@ def lower(
     if save_codes and names[0] is not None and find_patch(model, SavingForward) is None:
         SavingForward(model, parse(names[0])).install()
     return model
+
+
+def _format_name(format: str | Format | None) -> str | None:
+    """Return the name of a format; None for full precision."""
+    return None if format is None or parse(format) == FP32 else str(parse(format))
 
 
 def _scope_functions(

@@ -148,12 +148,15 @@ class LeafHandler(Handler):
     return cosines and sines of positions, which stay as they are.
     """
 
+    is_layer = True  # did the last run return an activation
+
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
         with without_functions():
             return super().__call__(module, args, output)
 
     def quantize(self, module: nn.Module, x: Tensor, already_on_grid: bool = False, is_own: bool = False) -> Tensor:
-        if not self._is_activation(module, x):
+        self.is_layer = self._is_activation(module, x)
+        if not self.is_layer:
             return x
         y = super().quantize(module, x, already_on_grid, is_own)
         set_kinds(y, Kind.ACTIVATION)

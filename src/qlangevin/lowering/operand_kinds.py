@@ -34,7 +34,9 @@ class Kind(Enum):
     DATA = "data"
 
 
-_FILLING = frozenset(("masked_fill", "masked_fill_", "where", "masked_scatter", "masked_scatter_", "index_fill", "index_fill_"))
+_FILLING = frozenset(
+    ("masked_fill", "masked_fill_", "where", "masked_scatter", "masked_scatter_", "index_fill", "index_fill_")
+)
 
 
 def mark(t: Tensor, kind: Kind) -> None:

@@ -3,7 +3,7 @@
 While a lowered model runs forward, every tensor of float32, bfloat16 or float16 that an operation saves is tried on the grid of
 its activations. If it is on the grid, bit for bit, its codes and exponents are kept, a byte a number, and decoded when backward
 asks for it; other tensors are kept unchanged. Gradients are therefore the same to the bit. A tensor that several operations
-save is kept once.
+save is kept once, and so are views of a tensor, such as queries, keys and values that one layer computes.
 
 A layer that writes its output onto the grid can produce the codes in the same pass. The model's `SavingForward` remembers
 for which layers that paid: those whose output autograd saved in an earlier forward.
@@ -19,8 +19,10 @@ throughout.
 from __future__ import annotations
 
 import threading
-from collections.abc import Hashable
-from typing import Any, NamedTuple
+import weakref
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +36,7 @@ from .patches import Patch
 from .replay import enclosing_regions, top_pack_hook
 from .rounded_outputs import Flags, RoundedOutput
 
-__all__ = ["SavedAsCodes", "SavedCodes", "SavedUnchanged", "SavingForward"]
+__all__ = ["SavedAsCodes", "SavedCodes", "SavedUnchanged", "SavingForward", "watching"]
 
 MIN_NUMEL = 1024  # smaller tensors are not worth encoding
 
@@ -47,13 +49,24 @@ class SavedCodes(NamedTuple):
     format: Format
     order: tuple[int, ...]
     spoiled: Tensor | None = None  # 1 if the tensor held a NaN; all of it is one then
-    view: tuple[torch.Size, tuple[int, ...]] | None = None  # shape and strides of a view of all its memory
+    view: tuple[torch.Size, tuple[int, ...], int] | None = None  # shape, strides and offset of a view of its memory
     dtype: torch.dtype = torch.float32
 
     def decode(self) -> Tensor:
-        """Return the tensor that was saved."""
-        values = decode_values(self.codes, self.exponents, self.format, self.spoiled, self.dtype)
-        return restore_dims(values, self.order) if self.view is None else values.as_strided(*self.view)
+        """Return the tensor that was saved. Views that are held at once, such as queries and keys, share their memory."""
+        if self.view is None:
+            return restore_dims(self._values(), self.order)
+        held = getattr(self.codes, "_qlangevin_values", None)
+        values = None if held is None else held()
+        if values is None:
+            values = self._values()
+            self.codes._qlangevin_values = weakref.ref(values)  # type: ignore[attr-defined]
+        view: Any = values.as_strided(*self.view)
+        view._qlangevin_whole = values
+        return cast(Tensor, view)
+
+    def _values(self) -> Tensor:
+        return decode_values(self.codes, self.exponents, self.format, self.spoiled, self.dtype)
 
 
 class SavedUnchanged(NamedTuple):
@@ -83,6 +96,7 @@ class SavedAsCodes(torch.autograd.graph.saved_tensors_hooks):
     def __init__(self, format: Format, saved_producers: set[Hashable]) -> None:
         self.format, self._saved_producers = format, saved_producers
         self._codes: dict[tuple[Any, ...], SavedCodes] = {}
+        self._refused: set[tuple[Any, ...]] = set()  # tensors that are not on the grid
         self._producers: dict[StorageWeakRef, Hashable] = {}
         self._outputs: dict[StorageWeakRef, RoundedOutput] = {}
         self._flags = Flags()
@@ -101,6 +115,7 @@ class SavedAsCodes(torch.autograd.graph.saved_tensors_hooks):
     def __exit__(self, *error: object) -> None:
         _thread.entered.remove(self)
         self._codes.clear()
+        self._refused.clear()
         self._producers.clear()
         self._outputs.clear()
         super().__exit__(*error)
@@ -110,7 +125,10 @@ class SavedAsCodes(torch.autograd.graph.saved_tensors_hooks):
     def pack(self, t: Tensor) -> SavedCodes | SavedUnchanged:
         """Return the object that autograd keeps in the place of t."""
         codes = self._find_codes(t)
-        return SavedUnchanged(t, None if t.is_inference() else t._version) if codes is None else codes
+        kept = SavedUnchanged(t, None if t.is_inference() else t._version) if codes is None else codes
+        if _thread.watcher is not None:
+            _thread.watcher(kept)
+        return kept
 
     @staticmethod
     def unpack(saved: SavedCodes | SavedUnchanged) -> Tensor:
@@ -124,10 +142,17 @@ class SavedAsCodes(torch.autograd.graph.saved_tensors_hooks):
         kernels = kernels_for(t)
         if kernels is not None and kernels.deferred:
             return self._find_output_codes(t, kernels)
+        whole = _whole_of(t)
+        if whole is not t and (codes := self._codes_of(whole)) is not None:
+            return codes._replace(view=(t.shape, t.stride(), int(t.storage_offset() - whole.storage_offset())))
+        return self._codes_of(t)
+
+    def _codes_of(self, t: Tensor) -> SavedCodes | None:
         key = _identify(t)
         if key not in self._codes:
-            codes = self._encode(t)
+            codes = None if key in self._refused else self._encode(t)
             if codes is None:
+                self._refused.add(key)
                 return None
             self._codes[key] = codes
             if (producer := self._producers.get(key[0])) is not None:
@@ -151,7 +176,7 @@ class SavedAsCodes(torch.autograd.graph.saved_tensors_hooks):
             codes = self._codes[output.key] = self._encode_output(output.of_view(t), kernels)
             self._saved_producers.add(output.producer)
         same = t.shape == output.shape and t.stride() == output.stride
-        return codes if same else codes._replace(view=(t.shape, t.stride()))
+        return codes if same else codes._replace(view=(t.shape, t.stride(), 0))
 
     def _encode_output(self, x: Tensor, kernels: Kernels) -> SavedCodes:
         """Return codes of numbers that are on the grid, unless they are NaN, without waiting for them."""
@@ -205,14 +230,33 @@ class _Thread(threading.local):
 
     def __init__(self) -> None:
         self.entered: list[SavedAsCodes] = []
+        self.watcher: Callable[[SavedCodes | SavedUnchanged], None] | None = None
 
 
 _thread = _Thread()
 
 
+@contextmanager
+def watching(watcher: Callable[[SavedCodes | SavedUnchanged], None]) -> Iterator[None]:
+    """Show everything that this thread keeps for backward to a function."""
+    before, _thread.watcher = _thread.watcher, watcher
+    try:
+        yield
+    finally:
+        _thread.watcher = before
+
+
 def _identify(t: Tensor) -> tuple[Any, ...]:
     """Return a key that no other contents of a tensor have: the weak reference keeps the storage's address from reuse."""
     return StorageWeakRef(t.untyped_storage()), t._version, t.storage_offset(), t.shape, t.stride()
+
+
+def _whole_of(t: Tensor) -> Tensor:
+    """Return the tensor that t is a view of, if its codes are not larger than t; else t."""
+    whole = t._base
+    if whole is None or type(whole) is not Tensor or whole.dtype is not t.dtype or whole.numel() > t.nbytes:
+        return t
+    return t if (whole.is_leaf and whole.requires_grad) or memory_order(whole) is None else whole
 
 
 class SavingForward(Patch):

@@ -109,7 +109,7 @@ def _packed(
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     model = ResNet18().to(device)
     if lowered:
-        lower(model, activations="bfp8", errors="bfp8")
+        lower(model, activations="bfp8", errors="bfp8", functions=False)
     pack(model, format)
     return model, SGLD(model.parameters(), lr=0.1, num_data=num_data, weight_decay=1e-4, gradients="bfp8")
 

@@ -86,7 +86,7 @@ def _train(format: str, batch: int, place: Place) -> list[Tensor]:
     model = nn.Sequential(layers[0], nn.ReLU(), layers[1], nn.ReLU(), layers[2])
     _fill(model, generator)
     model.to(place.device)
-    pack(lower(model, activations=format, errors=format, seed=2), format, seed=2)
+    pack(lower(model, activations=format, errors=format, functions=False, seed=2), format, seed=2)
     sampler = SGLD(model.parameters(), lr=0.1, num_data=1000, weight_decay=1e-3, gradients="bfp8", seed=2)
     x = quantize(torch.randn(batch, 40, generator=generator), format).to(place.device)
     target = torch.randint(-3, 4, (batch, 10), generator=generator).float().to(place.device)
@@ -157,7 +157,7 @@ def _residual(format: str, small: bool, place: Place) -> tuple[nn.Module, SGLD]:
         model = nn.Sequential(Block(3, 4, 2), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 10))
     _fill(model, torch.Generator().manual_seed(10))
     model.to(place.device)
-    pack(lower(model, activations="bfp8", errors="bfp8"), format)
+    pack(lower(model, activations="bfp8", errors="bfp8", functions=False), format)
     return model, SGLD(model.parameters(), lr=0.1, num_data=50_000, weight_decay=1e-4, gradients="bfp8")
 
 
