@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -14,13 +14,22 @@ from .function_table import Entry, why_not
 from .handler import Handler
 from .operand_kinds import Kind, find_kind, float_operands, propagate, set_kinds
 
-if TYPE_CHECKING:
-    from .functions import Frame
-
-__all__ = ["call", "follow"]
+__all__ = ["RunningForward", "call", "follow"]
 
 
-def follow(frame: Frame, func: Any, args: Any, kwargs: Any, is_sum: bool = False) -> Any:
+class RunningForward(Protocol):
+    """The forward of a module, which calls functions; see `functions.Frame`."""
+
+    module: nn.Module
+
+    def lowers(self, name: str) -> bool:
+        """Return True if functions of this name are lowered here."""
+
+    def handler(self, entry: Entry) -> Handler:
+        """Return the handler of the call that is going on."""
+
+
+def follow(frame: RunningForward, func: Any, args: Any, kwargs: Any, is_sum: bool = False) -> Any:
     """Call a function that is not lowered, and note the kind of what it returns."""
     result = func(*args, **kwargs)
     if isinstance(result, (Tensor, tuple, list)):
@@ -29,12 +38,12 @@ def follow(frame: Frame, func: Any, args: Any, kwargs: Any, is_sum: bool = False
     return result
 
 
-def call(frame: Frame, entry: Entry, func: Any, args: Any, kwargs: Any) -> tuple[Any, str | None]:
+def call(frame: RunningForward, entry: Entry, func: Any, args: Any, kwargs: Any) -> tuple[Any, str | None]:
     """Call a function of the table; return its result, and the reason if it was not lowered."""
     module = frame.module
     operands = list(float_operands(args, kwargs))
     kinds = [find_kind(t, module) for t in operands]
-    chosen = entry.name in frame.scope.settings.names
+    chosen = frame.lowers(entry.name)
     if chosen and entry.name in _MASKED_FUNCTIONS and kinds and kinds[0] is Kind.ACTIVATION:
         result = _MASKED_FUNCTIONS[entry.name](frame, entry, func, args, kwargs)
         if result is not None:
@@ -58,7 +67,7 @@ def call(frame: Frame, entry: Entry, func: Any, args: Any, kwargs: Any) -> tuple
     return (rounded, *result[1:]) if isinstance(result, tuple) else rounded, None
 
 
-def _round(frame: Frame, entry: Entry, x: Tensor, operands: list[Tensor], in_place: bool) -> Tensor:
+def _round(frame: RunningForward, entry: Entry, x: Tensor, operands: list[Tensor], in_place: bool) -> Tensor:
     """Return Q_A(x), in x itself if the function has worked in place."""
     handler = frame.handler(entry)
     format = handler.activations
@@ -97,7 +106,7 @@ def _finish(handler: Handler, module: nn.Module, y: Tensor) -> Tensor:
     return y
 
 
-def _relu(frame: Frame, entry: Entry, func: Any, args: Any, kwargs: Any) -> Tensor | None:
+def _relu(frame: RunningForward, entry: Entry, func: Any, args: Any, kwargs: Any) -> Tensor | None:
     in_place = getattr(func, "__name__", "") == "relu_" or bool(
         kwargs.get("inplace", args[1] if len(args) > 1 else False)
     )
@@ -106,7 +115,7 @@ def _relu(frame: Frame, entry: Entry, func: Any, args: Any, kwargs: Any) -> Tens
     return _finish(handler, frame.module, relu_with_mask(handler, frame.module, x, in_place))
 
 
-def _dropout(frame: Frame, entry: Entry, func: Any, args: Any, kwargs: Any) -> Tensor | None:
+def _dropout(frame: RunningForward, entry: Entry, func: Any, args: Any, kwargs: Any) -> Tensor | None:
     given = dict(zip(("input", "p", "training", "inplace"), args, strict=False)) | kwargs
     training = given.get("training", given.get("train", func is F.dropout))
     x, p = given["input"], given.get("p", 0.5)

@@ -59,13 +59,6 @@ class Recorder(Protocol):
         """End the call, which was lowered unless there is a reason why not."""
 
 
-# ---- handlers of functions
-
-
-class FunctionHandler(Handler):
-    """Lowers the results of the calls of a function at one place in the forward of a module."""
-
-
 class ScopedForward(Patch):
     """The forward of a module, whose calls of functions are lowered; with no names of functions, only followed."""
 
@@ -74,7 +67,7 @@ class ScopedForward(Patch):
     def __init__(self, module: nn.Module, name: str, settings: FunctionSettings) -> None:
         super().__init__(module)
         self.name, self.settings, self.replica = name, settings, 0
-        self.handlers: dict[str, FunctionHandler] = {}
+        self.handlers: dict[str, Handler] = {}
         self.counts: dict[str, int] = {}  # of functions that have not been called since they were loaded
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -99,13 +92,13 @@ class ScopedForward(Patch):
             thread.hidden = hidden
             del frames[depth:]
 
-    def handler(self, entry: Entry, occurrence: int) -> FunctionHandler:
+    def handler(self, entry: Entry, occurrence: int) -> Handler:
         """Return the handler of a call, by the name of the function and its number in this forward."""
         key = f"{entry.name}/{occurrence}"
         if (found := self.handlers.get(key)) is not None:
             return found
         with torch.inference_mode(False), _disable_current_modes():  # its count is a tensor
-            handler = FunctionHandler(*self.settings[:4], f"{self.name}/{key}")
+            handler = Handler(*self.settings[:4], f"{self.name}/{key}")
         if self.replica:
             handler.set_replica(self.replica)
         handler.runs = self.counts.pop(key, 0)
@@ -152,7 +145,11 @@ class Frame:
         self.occurrences[name] = before + 1
         return before
 
-    def handler(self, entry: Entry) -> FunctionHandler:
+    def lowers(self, name: str) -> bool:
+        """Return True if functions of this name are lowered here."""
+        return name in self.scope.settings.names
+
+    def handler(self, entry: Entry) -> Handler:
         """Return the handler of the call that was counted last."""
         return self.scope.handler(entry, self.occurrences[entry.name] - 1)
 
