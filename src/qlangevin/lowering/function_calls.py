@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 import torch
@@ -12,7 +13,7 @@ from . import plain_tensors
 from .bit_masks import drop_out, relu_with_mask
 from .function_table import Entry, why_not
 from .handler import Handler
-from .operand_kinds import Kind, find_kind, float_operands, propagate, set_kinds
+from .operand_kinds import Kind, float_operands, propagate, set_kinds
 
 __all__ = ["RunningForward", "call", "follow"]
 
@@ -21,6 +22,9 @@ class RunningForward(Protocol):
     """The forward of a module, which calls functions; see `functions.Frame`."""
 
     module: nn.Module
+
+    def find_kinds(self, func: Any, operands: Iterable[Tensor]) -> list[Kind]:
+        """Return the kinds of a function's operands."""
 
     def lowers(self, name: str) -> bool:
         """Return True if functions of this name are lowered here."""
@@ -33,16 +37,14 @@ def follow(frame: RunningForward, func: Any, args: Any, kwargs: Any, is_sum: boo
     """Call a function that is not lowered, and note the kind of what it returns."""
     result = func(*args, **kwargs)
     if isinstance(result, (Tensor, tuple, list)):
-        kinds = [find_kind(t, frame.module) for t in float_operands(args, kwargs)]
-        set_kinds(result, propagate(func, kinds, is_sum))
+        set_kinds(result, propagate(func, frame.find_kinds(func, float_operands(args, kwargs)), is_sum))
     return result
 
 
 def call(frame: RunningForward, entry: Entry, func: Any, args: Any, kwargs: Any) -> tuple[Any, str | None]:
     """Call a function of the table; return its result, and the reason if it was not lowered."""
-    module = frame.module
     operands = list(float_operands(args, kwargs))
-    kinds = [find_kind(t, module) for t in operands]
+    kinds = frame.find_kinds(func, operands)
     chosen = frame.lowers(entry.name)
     if chosen and entry.name in _MASKED_FUNCTIONS and kinds and kinds[0] is Kind.ACTIVATION:
         result = _MASKED_FUNCTIONS[entry.name](frame, entry, func, args, kwargs)

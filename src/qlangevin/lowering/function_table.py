@@ -171,6 +171,8 @@ def _biased(kinds: Sequence[Kind], result: Tensor) -> str | None:
 def _join(kinds: Sequence[Kind], result: Tensor) -> str | None:
     if Kind.ACTIVATION not in kinds:
         return "no activation"
+    if len(kinds) < 2:
+        return "joined with nothing"
     return "joined with a mask" if Kind.MASKED in kinds else _few_dims(result)
 
 

@@ -14,12 +14,12 @@ Compilers see functions without the mode: a compiled model rounds its layers, an
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
@@ -30,8 +30,9 @@ from . import attention
 from .function_calls import call, follow
 from .function_table import FUNCTIONS, Entry, find_entry
 from .handler import Handler
-from .operand_kinds import Kind, set_kinds
+from .operand_kinds import Kind, find_kind, set_kinds
 from .patches import Patch, find_patch
+from .replay import enclosing_regions, innermost, repeat
 
 __all__ = [
     "EnterLayer", "Frame", "FunctionSettings", "LeaveLayer", "Recorder", "ScopedForward", "find_scope", "recording",
@@ -47,6 +48,7 @@ class FunctionSettings(NamedTuple):
     rounding: str
     chain: Key
     names: frozenset[str]
+    prefix: str = ""  # the name of the lowered model in the network that it is a part of
 
 
 class Recorder(Protocol):
@@ -98,7 +100,8 @@ class ScopedForward(Patch):
         if (found := self.handlers.get(key)) is not None:
             return found
         with torch.inference_mode(False), _disable_current_modes():  # its count is a tensor
-            handler = Handler(*self.settings[:4], f"{self.name}/{key}")
+            name = ".".join(filter(None, (self.settings.prefix, self.name)))
+            handler = Handler(*self.settings[:4], f"{name}/{key}")
         if self.replica:
             handler.set_replica(self.replica)
         handler.runs = self.counts.pop(key, 0)
@@ -113,7 +116,7 @@ class ScopedForward(Patch):
 
     def text(self) -> str:
         """Return all settings but the replica as text."""
-        activations, errors, rounding, chain, names = self.settings
+        activations, errors, rounding, chain, names, _ = self.settings
         stream = f", stream={chain.stream}" if chain.stream else ""
         which = "all functions" if len(names) == len(FUNCTIONS) else ", ".join(sorted(names))
         formats = f"activations={activations or 'fp32'}, errors={errors or 'fp32'}"
@@ -131,13 +134,21 @@ class ScopedForward(Patch):
 
 
 class Frame:
-    """One running forward: its scope, and how many calls of each function it has made."""
+    """One running forward: its scope, how many calls of each function it has made, and the checkpointed regions it runs in."""
 
-    __slots__ = ("module", "occurrences", "scope")
+    __slots__ = ("module", "occurrences", "regions", "scope")
 
     def __init__(self, scope: ScopedForward) -> None:
-        self.scope, self.module = scope, scope.module
+        self.scope, self.module, self.regions = scope, scope.module, enclosing_regions()
         self.occurrences: dict[str, int] = {}
+
+    def find_kinds(self, func: Any, operands: Iterable[Tensor]) -> list[Kind]:
+        """Return the kinds of a function's operands; in a recomputation those they had: inputs of regions lose their marks."""
+
+        def find(*_: Any) -> list[Kind]:
+            return [find_kind(t, self.module) for t in operands]
+
+        return repeat(self.regions, (self.scope, func), find, find) if self.regions else find()
 
     def count(self, name: str) -> int:
         """Count a call of a function; return how many were before."""
@@ -185,8 +196,24 @@ class FunctionMode(TorchFunctionMode):
             return _record(recorder, frame, entry, func, args, kwargs)
         if entry is None:
             return follow(frame, func, args, kwargs)
+        if innermost(enclosing_regions()) != innermost(frame.regions):
+            return _call_in_region(frame, entry, func, args, kwargs)
         frame.count(entry.name)
         return call(frame, entry, func, args, kwargs)[0]
+
+
+def _call_in_region(frame: Frame, entry: Entry, func: Any, args: Any, kwargs: Any) -> Any:
+    """Call a function straight from a region that is checkpointed in the forward of its own module: as if it were not lowered.
+
+    No module runs there that a recomputation would run again, so that the mode would not see it.
+    """
+    if frame.lowers(entry.name):
+        warn_once(
+            _warned, "checkpointed",
+            f"functions such as {entry.name} that are called straight from what is given to checkpoint(...) stay in full "
+            "precision: have them called by the forward of a module, and give the module to checkpoint",
+        )  # fmt: skip
+    return func(*args, **kwargs)
 
 
 def _record(recorder: Recorder, frame: Frame, entry: Entry | None, func: Any, args: Any, kwargs: Any) -> Any:

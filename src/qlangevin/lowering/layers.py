@@ -91,7 +91,7 @@ def lower(
         handler_for(module)(names[0], names[1], rounding, Key(seed, stream), full).install(module)
     calibrate_refcounts()
     if names != (None, None):
-        functions_of = FunctionSettings(*names, rounding, Key(seed, stream), wanted)
+        functions_of = FunctionSettings(*names, rounding, Key(seed, stream), wanted, prefix)
         _scope_functions(model, functions_of, chosen, layers, skip)
     if save_codes and names[0] is not None and find_patch(model, SavingForward) is None:
         SavingForward(model, parse(names[0])).install()

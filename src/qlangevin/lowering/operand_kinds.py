@@ -68,13 +68,11 @@ def _is_moderate(buffer: Tensor) -> bool:
 
 
 def float_operands(args: Iterable[Any], kwargs: dict[str, Any]) -> Iterator[Tensor]:
-    """Yield the float tensors among the arguments of a function, also those in lists, but no single numbers."""
+    """Yield the float tensors among the arguments of a function, also those in lists, but no single numbers and no empty ones."""
     for value in (*args, *kwargs.values()):
-        if isinstance(value, Tensor):
-            if value.is_floating_point() and value.dim():
-                yield value
-        elif isinstance(value, (list, tuple)):
-            yield from (t for t in value if isinstance(t, Tensor) and t.is_floating_point() and t.dim())
+        for t in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(t, Tensor) and t.is_floating_point() and t.dim() and t.numel():
+                yield t
 
 
 def propagate(function: Any, kinds: list[Kind], is_sum: bool = False) -> Kind:

@@ -20,7 +20,7 @@ import sys
 import weakref
 from collections.abc import Callable, Hashable
 from types import FrameType
-from typing import Any, NamedTuple, NoReturn, TypeAlias
+from typing import Any, NamedTuple, NoReturn, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -34,34 +34,37 @@ __all__ = [
     "innermost",
     "mark_counted",
     "number_of_run",
+    "repeat",
     "top_pack_hook",
 ]
 
 Number: TypeAlias = "int | Tensor"  # of a run; a tensor if a device counts
 
+T = TypeVar("T")
+
 _serials = itertools.count(1)
 
 
 class Record:
-    """The numbers of the runs in a region's first forward; how many of them the recomputation of one backward has taken."""
+    """Findings of layers in a region's first forward, above all the numbers of their runs; how many a recomputation has taken."""
 
     def __init__(self) -> None:
         self.serial = next(_serials)
-        self._numbers: dict[Hashable, list[Number]] = {}
+        self._found: dict[Hashable, list[Any]] = {}
         self._taken: dict[Hashable, int] = {}
         self._backward: object = None
 
-    def add(self, layer: Hashable, number: Number) -> None:
+    def add(self, layer: Hashable, found: Any) -> None:
         """Record one more run of a layer."""
-        self._numbers.setdefault(layer, []).append(number)
+        self._found.setdefault(layer, []).append(found)
 
-    def take(self, layer: Hashable, backward: object) -> Number | None:
-        """Return the number of the next run of a layer, beginning anew in each backward pass; None if there was none."""
+    def take(self, layer: Hashable, backward: object) -> Any:
+        """Return the record of the next run of a layer, beginning anew in each backward pass; None if there was none."""
         if self._backward != backward:
             self._backward, self._taken = backward, {}
-        numbers, i = self._numbers.get(layer, []), self._taken.get(layer, 0)
+        found, i = self._found.get(layer, []), self._taken.get(layer, 0)
         self._taken[layer] = i + 1
-        return numbers[i] if i < len(numbers) else None
+        return found[i] if i < len(found) else None
 
 
 class Region(NamedTuple):
@@ -85,19 +88,28 @@ _records: weakref.WeakKeyDictionary[Any, Record] = weakref.WeakKeyDictionary()  
 
 def number_of_run(regions: Regions, layer: Any, count: Callable[[], Number]) -> Number:
     """Return the number of one run of a layer within regions, counted by ``count`` unless the run is a repetition."""
-    number = None
+
+    def refuse(region: Region) -> Number:
+        if not region.is_complete:
+            return 0  # asked for from within the first forward, and not needed
+        raise RuntimeError(
+            f"the lowered layer {layer.name!r} runs more often in the recomputation of a checkpointed region than in its "
+            "forward, so that the random bits of a run are not known: the function given to checkpoint must do the same twice"
+        )
+
+    return repeat(regions, layer, count, refuse)
+
+
+def repeat(regions: Regions, place: Hashable, find: Callable[[], T], find_unrecorded: Callable[[Region], T]) -> T:
+    """Return what ``find`` does at a place of a first forward; in a recomputation what it returned there, if that is recorded."""
+    found = None
     if regions and (last := regions[-1]).backward is not None:
-        regions, number = regions[:-1], last.record.take(layer, last.backward)
-        if number is None and last.is_complete:
-            raise RuntimeError(
-                f"the lowered layer {layer.name!r} runs more often in the recomputation of a checkpointed region than in its "
-                "forward, so that the random bits of a run are not known: the function given to checkpoint must do the same twice"
-            )
-        number = 0 if number is None else number  # asked for from within the first forward, and not needed
-    number = count() if number is None else number
+        regions, found = regions[:-1], last.record.take(place, last.backward)
+        found = find_unrecorded(last) if found is None else found
+    result: T = find() if found is None else found
     for region in regions:
-        region.record.add(layer, number)
-    return number
+        region.record.add(place, result)
+    return result
 
 
 def mark_counted(number: Tensor) -> Tensor:

@@ -124,7 +124,8 @@ class SavedAsCodes(torch.autograd.graph.saved_tensors_hooks):
 
     def pack(self, t: Tensor) -> SavedCodes | SavedUnchanged:
         """Return the object that autograd keeps in the place of t."""
-        codes = self._find_codes(t)
+        with torch._C.DisableTorchFunction():  # modes are for the functions of users
+            codes = self._find_codes(t)
         kept = SavedUnchanged(t, None if t.is_inference() else t._version) if codes is None else codes
         if _thread.watcher is not None:
             _thread.watcher(kept)
