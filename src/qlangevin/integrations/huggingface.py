@@ -112,9 +112,11 @@ class SampleCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
         """Add the number of samples and R-hat of their losses to the log."""
         if logs is None or not (report := self.report()).samples:
             return
-        found = {"samples": report.samples, "loss_r_hat": round(report.r_hat, 4)}
+        found: dict[str, float] = {"samples": report.samples}
+        if report.r_hat == report.r_hat:  # there are samples enough, and JSON has no NaN
+            found |= {"loss_r_hat": round(report.r_hat, 4)}
         logs.update(found)
-        if state.log_history and report.r_hat == report.r_hat:  # JSON has no NaN
+        if state.log_history:
             state.log_history[-1].update(found)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
