@@ -19,7 +19,7 @@ __all__ = ["RunningForward", "call", "follow"]
 
 
 class RunningForward(Protocol):
-    """The forward of a module, which calls functions; see `functions.Frame`."""
+    """The forward of a module, which calls functions; see `running_forwards.Frame`."""
 
     module: nn.Module
 

@@ -13,13 +13,12 @@ Compilers see functions without the mode: a compiled model rounds its layers, an
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
@@ -30,12 +29,12 @@ from . import attention
 from .function_calls import call, follow
 from .function_table import FUNCTIONS, Entry, find_entry
 from .handler import Handler
-from .operand_kinds import Kind, find_kind, set_kinds
+from .operand_kinds import Kind, set_kinds
 from .patches import Patch, find_patch
-from .replay import enclosing_regions, innermost, repeat
+from .running_forwards import Frame, RunningForwards
 
 __all__ = [
-    "EnterLayer", "Frame", "FunctionSettings", "LeaveLayer", "Recorder", "ScopedForward", "find_scope", "recording",
+    "EnterLayer", "FunctionSettings", "LeaveLayer", "Recorder", "ScopedForward", "find_scope", "recording",
     "without_functions",
 ]  # fmt: skip
 
@@ -77,22 +76,12 @@ class ScopedForward(Patch):
             if self.settings.names:
                 _warn_compiler()
             return self.call_replaced(*args, **kwargs)
-        thread = _thread
-        frames, hidden, depth = thread.frames, thread.hidden, len(thread.frames)
-        frames.append(Frame(self))
-        begins = depth == 0 or hidden > 0  # there is no mode that sees this forward
-        if begins:
-            thread.hidden = 0
-            _push(thread.mode)
-        try:
+        with _thread.entered(self):
             return self.call_replaced(*args, **kwargs)
-        finally:
-            if begins and thread.hidden == 0:
-                _remove(thread.mode)
-            elif not begins and thread.hidden > hidden:  # a layer has raised
-                _push(thread.mode)
-            thread.hidden = hidden
-            del frames[depth:]
+
+    def lowers(self, name: str) -> bool:
+        """Return True if functions of this name are lowered here."""
+        return name in self.settings.names
 
     def handler(self, entry: Entry, occurrence: int) -> Handler:
         """Return the handler of a call, by the name of the function and its number in this forward."""
@@ -133,38 +122,6 @@ class ScopedForward(Patch):
             handler.runs = state.get(key, 0)
 
 
-class Frame:
-    """One running forward: its scope, how many calls of each function it has made, and the checkpointed regions it runs in."""
-
-    __slots__ = ("module", "occurrences", "regions", "scope")
-
-    def __init__(self, scope: ScopedForward) -> None:
-        self.scope, self.module, self.regions = scope, scope.module, enclosing_regions()
-        self.occurrences: dict[str, int] = {}
-
-    def find_kinds(self, func: Any, operands: Iterable[Tensor]) -> list[Kind]:
-        """Return the kinds of a function's operands; in a recomputation those they had: inputs of regions lose their marks."""
-
-        def find(*_: Any) -> list[Kind]:
-            return [find_kind(t, self.module) for t in operands]
-
-        return repeat(self.regions, (self.scope, func), find, find) if self.regions else find()
-
-    def count(self, name: str) -> int:
-        """Count a call of a function; return how many were before."""
-        before = self.occurrences.get(name, 0)
-        self.occurrences[name] = before + 1
-        return before
-
-    def lowers(self, name: str) -> bool:
-        """Return True if functions of this name are lowered here."""
-        return name in self.scope.settings.names
-
-    def handler(self, entry: Entry) -> Handler:
-        """Return the handler of the call that was counted last."""
-        return self.scope.handler(entry, self.occurrences[entry.name] - 1)
-
-
 _warned: set[str] = set()
 
 
@@ -187,30 +144,33 @@ class FunctionMode(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        frame = _thread.frames[-1]
         if func is F.multi_head_attention_forward:
             with self:
                 return attention.expanded(*args, **kwargs)
         entry, recorder = find_entry(func), _thread.recorder
+        if entry is None and recorder is None:
+            return follow(_thread.frames[-1], func, args, kwargs)
+        frame, is_in_its_region = _thread.current()
+        if frame is None:  # a region has been recomputed, and backward goes on
+            return func(*args, **kwargs)
         if recorder is not None:
             return _record(recorder, frame, entry, func, args, kwargs)
-        if entry is None:
-            return follow(frame, func, args, kwargs)
-        if innermost(enclosing_regions()) != innermost(frame.regions):
+        assert entry is not None
+        if not is_in_its_region:
             return _call_in_region(frame, entry, func, args, kwargs)
         frame.count(entry.name)
         return call(frame, entry, func, args, kwargs)[0]
 
 
 def _call_in_region(frame: Frame, entry: Entry, func: Any, args: Any, kwargs: Any) -> Any:
-    """Call a function straight from a region that is checkpointed in the forward of its own module: as if it were not lowered.
+    """Call a function between the beginning of a checkpointed region and its first layer: as if it were not lowered.
 
-    No module runs there that a recomputation would run again, so that the mode would not see it.
+    The recomputation does not see it either.
     """
     if frame.lowers(entry.name):
         warn_once(
             _warned, "checkpointed",
-            f"functions such as {entry.name} that are called straight from what is given to checkpoint(...) stay in full "
+            f"functions such as {entry.name} that what is given to checkpoint(...) calls before its first layer stay in full "
             "precision: have them called by the forward of a module, and give the module to checkpoint",
         )  # fmt: skip
     return func(*args, **kwargs)
@@ -232,62 +192,20 @@ def _record(recorder: Recorder, frame: Frame, entry: Entry | None, func: Any, ar
     return result
 
 
-# ---- the mode's place on PyTorch's stack
+# ---- layers
 
 
-class _Thread(threading.local):
-    """The forwards that a thread runs, innermost last, and for how many layers within each other the mode is hidden."""
-
-    def __init__(self) -> None:
-        self.frames: list[Frame] = []
-        self.mode = FunctionMode()
-        self.hidden = 0
-        self.recorder: Recorder | None = None
-
-
-_thread = _Thread()
-
-
-def _push(mode: TorchFunctionMode) -> None:
-    torch._C._push_on_torch_function_stack(mode)
-
-
-def _remove(mode: TorchFunctionMode) -> None:
-    """Take the mode off the stack, also from beneath modes that the user has entered."""
-    above = []
-    while torch._C._len_torch_function_stack():
-        top = torch._C._pop_torch_function_stack()
-        if top is mode:
-            break
-        above.append(top)
-    for other in reversed(above):
-        torch._C._push_on_torch_function_stack(other)
-
-
-def _hide() -> None:
-    thread = _thread
-    if thread.frames:
-        if thread.hidden == 0:
-            _remove(thread.mode)
-        thread.hidden += 1
-
-
-def _show() -> None:
-    thread = _thread
-    if thread.frames:
-        thread.hidden -= 1
-        if thread.hidden == 0:
-            _push(thread.mode)
+_thread = RunningForwards(FunctionMode)
 
 
 @contextmanager
 def without_functions() -> Iterator[None]:
     """Hide the mode from operations of ours."""
-    _hide()
+    _thread.hide()
     try:
         yield
     finally:
-        _show()
+        _thread.show()
 
 
 @contextmanager
@@ -305,7 +223,8 @@ class EnterLayer:
 
     def __call__(self, module: nn.Module, args: Any) -> None:
         if not torch.compiler.is_compiling():
-            _hide()
+            _thread.settle()
+            _thread.hide()
 
 
 class LeaveLayer:
@@ -313,7 +232,7 @@ class LeaveLayer:
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         if not torch.compiler.is_compiling():
-            _show()
+            _thread.show()
             set_kinds(output, Kind.ACTIVATION)
 
 

@@ -19,6 +19,7 @@ import itertools
 import sys
 import weakref
 from collections.abc import Callable, Hashable
+from functools import partial
 from types import FrameType
 from typing import Any, NamedTuple, NoReturn, TypeAlias, TypeVar
 
@@ -50,6 +51,7 @@ class Record:
 
     def __init__(self) -> None:
         self.serial = next(_serials)
+        self.begun_by: Any = None  # the forward that began the region; see `running_forwards`
         self._found: dict[Hashable, list[Any]] = {}
         self._taken: dict[Hashable, int] = {}
         self._backward: object = None
@@ -133,15 +135,18 @@ def innermost(regions: Regions) -> int:
     return regions[0].serial if regions else 0
 
 
-def enclosing_regions() -> Regions:
-    """Return the checkpointed regions that the caller runs in."""
+def enclosing_regions(must_know: bool = True) -> Regions:
+    """Return the checkpointed regions that the caller runs in.
+
+    With ``must_know``, raise RuntimeError for a caller in PyTorch's checkpointing that is in none: its code is not as expected.
+    """
     if torch.compiler.is_compiling():  # after a graph break, functions that eager code calls are traced one by one
-        return _untraced(enclosing_regions)  # type: ignore[no-any-return]
+        return _untraced(partial(enclosing_regions, must_know))  # type: ignore[no-any-return]
     if torch._C._current_graph_task_id() == -1 and torch.is_grad_enabled():
         hook = top_pack_hook()
         if hook is None or getattr(getattr(hook, "__self__", None), "is_outside_of_regions", False):
             return ()
-    return _walk(sys._getframe(1))
+    return _walk(sys._getframe(1), must_know)
 
 
 def top_pack_hook() -> Any:
@@ -163,7 +168,7 @@ def _untraced(function: Callable[[], Any]) -> Any:
 _CHECKPOINT, _GRAPH = (inspect.getfile(module) for module in (checkpoint, graph))
 
 
-def _walk(frame: FrameType | None) -> Regions:
+def _walk(frame: FrameType | None, must_know: bool) -> Regions:
     """Return the regions that enclose a Python frame, up to a recomputation or to a backward pass."""
     found, is_known = list[Region](), True
     while frame is not None:
@@ -178,7 +183,7 @@ def _walk(frame: FrameType | None) -> Regions:
         elif code.co_filename == _GRAPH and code.co_name == "_engine_run_backward":
             break
         frame = frame.f_back
-    if not is_known:
+    if must_know and not is_known:
         _refuse()
     return tuple(found) or _region_of_hook()
 
