@@ -46,7 +46,7 @@ def call(frame: RunningForward, entry: Entry, func: Any, args: Any, kwargs: Any)
     operands = list(float_operands(args, kwargs))
     kinds = frame.find_kinds(func, operands)
     chosen = frame.lowers(entry.name)
-    if chosen and entry.name in _MASKED_FUNCTIONS and kinds and kinds[0] is Kind.ACTIVATION:
+    if chosen and entry.name in _MASKED_FUNCTIONS and kinds and kinds[0] in (Kind.ACTIVATION, Kind.MASKED):
         result = _MASKED_FUNCTIONS[entry.name](frame, entry, func, args, kwargs)
         if result is not None:
             set_kinds(result, Kind.ACTIVATION)

@@ -59,7 +59,7 @@ _SPECIAL_METHODS = {
 _KEPT_RESULTS = (
     "sigmoid tanh softmax softmin gumbel_softmax selu celu elu leaky_relu rrelu normalize scaled_dot_product_attention lp_pool1d "
     "lp_pool2d alpha_dropout hardsigmoid softsign threshold relu6 hardtanh glu prelu logsigmoid upsample interpolate dropout "
-    "dropout1d dropout2d dropout3d feature_alpha_dropout"
+    "dropout1d dropout2d dropout3d feature_alpha_dropout relu"
 )
 _READS_RESULT = frozenset(_KEPT_RESULTS.split())
 
