@@ -3,8 +3,8 @@
 Every launch of `gpu.operations` is recorded in the interpreter and compiled for every GPU of `gpu.compiling.TARGETS`, with the
 constants and alignments that it has. The code must compute what the source says (`gpu.exactness`) and keep everything in
 registers, and operations that have a budget of instructions must stay within it. Bytes that the launches move (`gpu.traffic`) may
-be 1.1 times the least, scratch memory apart (`gpu.operations`), and blocks that are read twice must fit in the cache. ``--only`` and
-``--targets`` choose, ``--quick`` takes what has a budget. The exit code is 1 if anything is wrong.
+be 1.1 times the least, scratch memory apart (`gpu.operations`), and blocks that are read twice must fit in the cache. ``--only``,
+``--kernels`` and ``--targets`` choose, ``--quick`` takes what has a budget. The exit code is 1 if anything is wrong.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import sys
 import tempfile
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -139,6 +139,8 @@ class Options:
 
     only: str = ""
     """Names of the operations must match this regular expression."""
+    kernels: str = ""
+    """Names of their kernels must match this regular expression."""
     targets: tuple[str, ...] = ALL
     """GPUs to compile for."""
     quick: bool = False
@@ -149,7 +151,11 @@ class Options:
 
 def main(options: Options) -> int:
     os.environ.pop("TRITON_INTERPRET", None)  # it would take the compiler's place
-    recorded = [r for r in record_in_child(options.quick) if re.search(options.only, r.name)]
+    recorded = [
+        replace(r, launches=[launch for launch in r.launches if re.search(options.kernels, launch.function)])
+        for r in record_in_child(options.quick)
+        if re.search(options.only, r.name)
+    ]
     with tempfile.TemporaryDirectory() as folder:
         os.environ["TRITON_CACHE_DIR"] = folder
         findings = inspect_all(recorded, options.targets)

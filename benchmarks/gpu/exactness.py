@@ -23,7 +23,9 @@ PTX = {
 # Rounded to an integer a denormal is zero anyhow, with its sign: towards zero, to nearest, and downwards if it is positive.
 ALWAYS_HARMLESS = re.compile(r"cvt\.r[zn]i\.ftz\.f32\.f32 ")
 MAGNITUDE = "2147483647"  # all bits but that of the sign
-PASS_ON_SIGNS = re.compile(r"(add|mul)\.rn\.f32(x2)?|min\.f32|mov\.b(32|64)|selp\.f32")  # x2: a pair of numbers in one register
+PASS_ON_SIGNS = re.compile(
+    r"(add|mul)\.rn\.f32(x2)?|min\.f32|mov\.b(32|64)|selp\.f32"
+)  # x2: a pair of numbers in one register
 FLOOR = re.compile(r"cvt\.rmi\.ftz\.f32\.f32 %\w+, (%\w+)")
 
 FUSED = r"v_(pk_)?(fma|fmac|fmaak|fmamk|mad|mac|madak|madmk)(_legacy)?_(f16|f32|f64)"

@@ -79,12 +79,17 @@ def _quantizers(name: str, format: str, x: Tensor, quick: bool) -> Iterator[Oper
         if not quick or dtype == "float32":
             size = 2 * values.itemsize
             yield Operation(
-                f"quantize, {rounding}, {name}, {dtype}", size, partial(_quantize, values, format, rounding), again=size / 2
+                f"quantize, {rounding}, {name}, {dtype}",
+                size,
+                partial(_quantize, values, format, rounding),
+                again=size / 2,
             )
     for variance in () if quick else (1e-6, torch.full_like(x, 0.01)):
         each = isinstance(variance, Tensor)
         label = f"corrected, {name}, {'a variance for each' if each else 'one variance'}"
-        yield Operation(label, 12 if each else 8, partial(ql.corrected, x, variance, format, ql.Key(0)), again=8 if each else 4)
+        yield Operation(
+            label, 12 if each else 8, partial(ql.corrected, x, variance, format, ql.Key(0)), again=8 if each else 4
+        )
 
 
 def _quantize(x: Tensor, format: str, rounding: Rounding) -> None:
@@ -124,7 +129,9 @@ def _steps(name: str, format: str, shape: tuple[int, ...], quick: bool) -> Itera
     A step reads weight and gradient, and writes the weight. It reads the gradient once more, before anything is changed, to see
     if it is finite.
     """
-    x = (torch.randn(shape) * 0.1).clamp(-0.14, 0.14)  # the usual case: the noise does not lift a block into the next binade
+    x = (torch.randn(shape) * 0.1).clamp(
+        -0.14, 0.14
+    )  # the usual case: the noise does not lift a block into the next binade
     blocks = ql.parse(format).has_exponents
     for gradients in (None,) if quick else (None, "bfp8", "fixed8.6"):
         label = f"step on codes, {name}" + (f", gradients {gradients}" if gradients else "")

@@ -73,7 +73,15 @@ class Launch:
     @property
     def identity(self) -> str:
         """All for which Triton compiles a kernel of its own."""
-        parts = (self.module, self.function, self.signature, self.constexprs, self.aligned, self.num_warps, self.most_registers)
+        parts = (
+            self.module,
+            self.function,
+            self.signature,
+            self.constexprs,
+            self.aligned,
+            self.num_warps,
+            self.most_registers,
+        )
         return json.dumps(parts, sort_keys=True, default=str)
 
 
