@@ -35,8 +35,8 @@ TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 class Specialisation(Protocol):
     """A kernel with the types of its arguments and the values of its constants.
 
-    It may also have ``attrs``, what is known of arguments by their place, as Triton takes it, and ``most_registers`` of a thread on
-    NVIDIA's GPUs.
+    It may also have ``attrs``, what is known of arguments by their place, as Triton takes it, and ``most_registers`` of a thread
+    on NVIDIA's GPUs.
     """
 
     @property

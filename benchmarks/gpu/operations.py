@@ -1,8 +1,8 @@
 """All that the library does by GPU kernels, as operations on small tensors; `recording` writes down their launches.
 
 ``bytes`` is the least that an operation has to read and write for each element: an exponent of a block counts as nothing. Blocks
-that no multiprocessor can hold, whole tensors, have to be read twice: for their exponent, and to be drawn. ``scratch`` is what goes
-through memory beyond that because two launches share the work: gradients that are rounded for, or to, blocks are written and read
+that no multiprocessor can hold, whole tensors, have to be read twice: for their exponent, and to be drawn. ``scratch`` is what
+goes through memory beyond that because two launches share the work: gradients that are rounded for, or to, blocks are written and read
 again, and weights that are blocks are rounded from an accumulator that was just written.
 """
 

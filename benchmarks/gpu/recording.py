@@ -121,9 +121,10 @@ def record() -> Iterator[list[Launch]]:
 
 def _launch_of(kernel: Any, grid: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Launch:
     """Specialise the arguments as a launch on a GPU does: Triton's own function says how."""
-    from qlangevin.gpu.launch import MOST_REGISTERS
     from triton._C.libtriton import native_specialize_impl
     from triton.backends.compiler import BaseBackend
+
+    from qlangevin.gpu.launch import MOST_REGISTERS
 
     given = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
     parameters = kernel.fn.__annotations__
@@ -180,7 +181,10 @@ def record_in_child(quick: bool) -> list[Recorded]:
 def read(file: Path) -> list[Recorded]:
     """Return what `main` wrote."""
     written = json.loads(file.read_text(encoding="utf-8"), object_hook=_from_json)
-    return [Recorded(*about, [Launch(**launch) for launch in launches]) for *about, launches in written]
+    found = []
+    for name, least, scratch, moved, launches in written:
+        found.append(Recorded(name, least, scratch, moved, [Launch(**launch) for launch in launches]))
+    return found
 
 
 def main(file: Path, quick: bool) -> None:

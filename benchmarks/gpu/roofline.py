@@ -16,8 +16,8 @@ Published figures, and where:
 - AMD MI300X (data sheet, white paper on CDNA 3): 304 compute units, 2.1 GHz, 5300 GB/s. Four vector units of 16 lanes are 64
   lanes a clock; the published 163 TFLOP/s need packed or dual instructions, which are not counted on here. Special functions and
   32-bit integer products take four times as long. Scalar instructions and memory are issued beside.
-- Caches that all units share (the same papers): 40 MB, 50 MB, 256 MB (AMD's Infinity Cache). Registers of a multiprocessor: 65536 of
-  four bytes, for at most 64 warps; of AMD's, 512 for each lane of four vector units, for at most 8 waves of 64 lanes each.
+- Caches that all units share (the same papers): 40 MB, 50 MB, 256 MB (AMD's Infinity Cache). Registers of a multiprocessor:
+  65536 of four bytes, for at most 64 warps; of AMD's, 512 for each lane of four vector units, for at most 8 waves of 64 lanes each.
 """
 
 from __future__ import annotations
