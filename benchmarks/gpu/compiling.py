@@ -35,7 +35,8 @@ TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 class Specialisation(Protocol):
     """A kernel with the types of its arguments and the values of its constants.
 
-    It may also have ``attrs``, what is known of arguments by their place, as Triton takes it.
+    It may also have ``attrs``, what is known of arguments by their place, as Triton takes it, and ``most_registers`` of a thread
+    on NVIDIA's GPUs.
     """
 
     @property
@@ -105,6 +106,9 @@ def compile_for(specialisation: Specialisation, target: str) -> Code:
         known = {place: [["tt.divisibility", 16]] for place in _pointers(tuple(types.values()))}
     source = ASTSource(specialisation.kernel, types, dict(specialisation.constexprs), attrs=known)
     options = {"enable_fp_fusion": False, "num_warps": specialisation.num_warps}
+    most = getattr(specialisation, "most_registers", None)
+    if most is not None and gpu.backend == "cuda":
+        options["maxnreg"] = most
     compiled = triton.compile(source, target=gpu, options=options)
     assembly, binary = ("amdgcn", "hsaco") if gpu.backend == "hip" else ("ptx", "cubin")
     threads = specialisation.num_warps * gpu.warp_size

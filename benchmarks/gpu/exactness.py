@@ -15,7 +15,7 @@ __all__ = ["find_problems"]
 
 PTX = {
     r"^fma\.|^mad\.\S*f(16|32|64)": "a product and a sum are fused",
-    r"^(add|sub|mul|div|sqrt)\.(?!rn\.)\S*f(16|32|64)\b": "not rounded to nearest",
+    r"^(add|sub|mul|div|sqrt)\.(?!rn\.)\S*f(16|32|64)(x2)?\b": "not rounded to nearest",
     r"\.approx\b|\.full\b": "approximate",
     r"\.ftz\b": "denormals become zero",
     r"^(div|rem)\.[su]64": "64-bit division, a subroutine of a hundred instructions",
@@ -23,6 +23,9 @@ PTX = {
 # Rounded to an integer a denormal is zero anyhow, with its sign: towards zero, to nearest, and downwards if it is positive.
 ALWAYS_HARMLESS = re.compile(r"cvt\.r[zn]i\.ftz\.f32\.f32 ")
 MAGNITUDE = "2147483647"  # all bits but that of the sign
+PASS_ON_SIGNS = re.compile(
+    r"(add|mul)\.rn\.f32(x2)?|min\.f32|mov\.b(32|64)|selp\.f32"
+)  # x2: a pair of numbers in one register
 FLOOR = re.compile(r"cvt\.rmi\.ftz\.f32\.f32 %\w+, (%\w+)")
 
 FUSED = r"v_(pk_)?(fma|fmac|fmaak|fmamk|mad|mac|madak|madmk)(_legacy)?_(f16|f32|f64)"
@@ -47,7 +50,8 @@ def find_problems(assembly: str, target: str) -> list[str]:
         return [*_amd_problems(instructions), *_amd_modes(assembly)]
     made_by: dict[str, list[str]] = {}
     for text in instructions:
-        made_by.setdefault(text.partition(" ")[2].partition(",")[0], []).append(text)
+        for result in _results_of(text):
+            made_by.setdefault(result, []).append(text)
     return [
         f"{what}: {text}"
         for text in instructions
@@ -68,16 +72,22 @@ def _is_not_negative(operand: str, made_by: dict[str, list[str]], above: frozens
         return operand[2] in "01234567"
 
     def shows(text: str) -> bool:
-        opcode, _, operands = text.partition(" ")
-        values = operands.split(", ")[1:]
+        opcode = text.partition(" ")[0]
+        values = re.findall(r"[%\w]+", text.partition(" ")[2])[len(_results_of(text)) :]
         signs = [_is_not_negative(v, made_by, above | {operand}) for v in values[:2]]
-        if opcode in ("add.rn.f32", "mul.rn.f32", "min.f32", "mov.b32", "selp.f32"):
+        if PASS_ON_SIGNS.fullmatch(opcode):
             return all(signs)
         return (
             opcode == "abs.f32" or (opcode == "max.f32" and any(signs)) or (opcode == "and.b32" and MAGNITUDE in values)
         )
 
     return operand in above or (operand in made_by and all(map(shows, made_by[operand])))
+
+
+def _results_of(text: str) -> list[str]:
+    """Return the registers that an instruction of PTX writes: several stand in braces."""
+    written = re.match(r"\S+ (\{[^}]*\}|%\w+)", text)
+    return re.findall(r"%\w+", written[1]) if written else []
 
 
 def instructions_of(assembly: str) -> Iterator[str]:

@@ -36,6 +36,7 @@ class Launch:
     programs: int
     row: int = 0  # elements of a block, if the operation has blocks
     bytes_per_element: float = 0.0  # of the whole operation, which may be several launches
+    most_registers: int | None = None
 
     @property
     def kernel(self) -> Any:
@@ -54,6 +55,11 @@ class Launch:
         return rows * self.row if rows and self.row else self._chunk * (rows or 1)
 
     @property
+    def takes_whole_blocks(self) -> bool:
+        """Return True if each program takes blocks of its own, which it reads twice."""
+        return bool(self.row) and "R" in self.constexprs
+
+    @property
     def passes(self) -> int:
         if "PIECE" in self.constexprs:
             return int(self.constexprs["PIECE"])
@@ -67,16 +73,29 @@ class Launch:
     @property
     def identity(self) -> str:
         """All for which Triton compiles a kernel of its own."""
-        parts = (self.module, self.function, self.signature, self.constexprs, self.aligned, self.num_warps)
+        parts = (
+            self.module,
+            self.function,
+            self.signature,
+            self.constexprs,
+            self.aligned,
+            self.num_warps,
+            self.most_registers,
+        )
         return json.dumps(parts, sort_keys=True, default=str)
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """An operation of the library: its launches, and the bytes that it has to read and write for each element."""
+    """An operation of the library: its launches, and the bytes an element that it has to move and that it moves.
+
+    See `operations` for ``scratch``, and `traffic` for ``moved``.
+    """
 
     name: str
     bytes: float
+    scratch: float
+    moved: float
     launches: list[Launch]
 
 
@@ -105,6 +124,8 @@ def _launch_of(kernel: Any, grid: Any, args: tuple[Any, ...], kwargs: dict[str, 
     from triton._C.libtriton import native_specialize_impl
     from triton.backends.compiler import BaseBackend
 
+    from qlangevin.gpu.launch import MOST_REGISTERS
+
     given = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
     parameters = kernel.fn.__annotations__
     plain = kernel.kwargs.get("do_not_specialize") or ()
@@ -123,7 +144,7 @@ def _launch_of(kernel: Any, grid: Any, args: tuple[Any, ...], kwargs: dict[str, 
     programs = grid[0] if isinstance(grid, tuple) else 0
     return Launch(
         kernel.fn.__name__, kernel.fn.__module__, kernel.fn.__name__, signature, constexprs, aligned,
-        int(kwargs.get("num_warps", 4)), programs,
+        int(kwargs.get("num_warps", 4)), programs, most_registers=MOST_REGISTERS.get(kernel.fn.__name__),
     )  # fmt: skip
 
 
@@ -160,18 +181,24 @@ def record_in_child(quick: bool) -> list[Recorded]:
 def read(file: Path) -> list[Recorded]:
     """Return what `main` wrote."""
     written = json.loads(file.read_text(encoding="utf-8"), object_hook=_from_json)
-    return [Recorded(name, size, [Launch(**launch) for launch in launches]) for name, size, launches in written]
+    found = []
+    for name, least, scratch, moved, launches in written:
+        found.append(Recorded(name, least, scratch, moved, [Launch(**launch) for launch in launches]))
+    return found
 
 
 def main(file: Path, quick: bool) -> None:
     """Run the operations and write their launches."""
     from .operations import operations
+    from .traffic import trace
 
     found = []
     for operation in operations(quick):
-        with record() as launches:
+        with record() as launches, trace() as traffic:
             operation.run()
-        found.append((operation.name, operation.bytes, [vars(launch) | {"row": operation.row} for launch in launches]))
+        moved = traffic.bytes / operation.elements
+        noted = [vars(launch) | {"row": operation.row} for launch in launches]
+        found.append((operation.name, operation.bytes, operation.scratch, moved, noted))
     file.write_text(json.dumps(found), encoding="utf-8")
 
 

@@ -16,6 +16,8 @@ Published figures, and where:
 - AMD MI300X (data sheet, white paper on CDNA 3): 304 compute units, 2.1 GHz, 5300 GB/s. Four vector units of 16 lanes are 64
   lanes a clock; the published 163 TFLOP/s need packed or dual instructions, which are not counted on here. Special functions and
   32-bit integer products take four times as long. Scalar instructions and memory are issued beside.
+- Caches that all units share (the same papers): 40 MB, 50 MB, 256 MB (AMD's Infinity Cache). Registers of a multiprocessor:
+  65536 of four bytes, for at most 64 warps; of AMD's, 512 for each lane of four vector units, for at most 8 waves of 64 lanes each.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from .paths import common_path
 if TYPE_CHECKING:  # needs triton
     from .compiling import Code, Specialisation
 
-__all__ = ["GPUS", "Cost", "Gpu", "cost_of", "estimate_seconds", "limit_of", "together"]
+__all__ = ["GPUS", "Cost", "Gpu", "cost_of", "estimate_seconds", "fits_in_cache", "limit_of", "together"]
 
 
 @dataclass(frozen=True)
@@ -45,12 +47,19 @@ class Gpu:
     bandwidth: float  # bytes a second
     issued: int  # lanes a unit issues a clock
     lanes: Mapping[str, int]  # of each kind of unit; those not named here take a slot to issue and no more
+    cache: float  # bytes that all units share
+
+    def programs(self, registers: int, warps: int) -> int:
+        """Return how many programs are in work at a time."""
+        if self.target.startswith("gfx"):
+            return self.units * 4 * min(8, 512 // registers) // warps
+        return self.units * min(65536 // (-(-registers // 8) * 8 * 32), 64) // warps
 
 
 GPUS = {
-    "A100": Gpu("sm_80", 108, 1.41e9, 2.039e12, 128, {"float": 64, "integer": 64, "special": 16, "memory": 32}),
-    "H100": Gpu("sm_90", 132, 1.98e9, 3.35e12, 128, {"float": 128, "integer": 64, "special": 16, "memory": 32}),
-    "MI300X": Gpu("gfx942", 304, 2.1e9, 5.3e12, 64, {}),
+    "A100": Gpu("sm_80", 108, 1.41e9, 2.039e12, 128, {"float": 64, "integer": 64, "special": 16, "memory": 32}, 40e6),
+    "H100": Gpu("sm_90", 132, 1.98e9, 3.35e12, 128, {"float": 128, "integer": 64, "special": 16, "memory": 32}, 50e6),
+    "MI300X": Gpu("gfx942", 304, 2.1e9, 5.3e12, 64, {}, 256e6),
 }
 WRITES = re.compile(r"STG|RED|ATOMG|(global|buffer|flat)_(store|atomic)")
 # On AMD all vector instructions share the lanes, and some take them for four clocks.
@@ -98,6 +107,11 @@ def together(costs: Sequence[Cost], least_bytes: float) -> Cost:
 def estimate_seconds(cost: Cost, gpu: Gpu, elements: float) -> float:
     """Return the larger of the seconds that the bytes and the instructions of so many elements take."""
     return elements * max(cost.bytes / gpu.bandwidth, clocks_of(cost, gpu) / (gpu.units * gpu.clock))
+
+
+def fits_in_cache(gpu: Gpu, block: float, registers: int, warps: int) -> bool:
+    """Return True if a program that reads a block of so many bytes twice finds it in the cache the second time."""
+    return gpu.programs(registers, warps) * block <= gpu.cache
 
 
 def clocks_of(cost: Cost, gpu: Gpu) -> float:

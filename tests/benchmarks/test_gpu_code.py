@@ -9,7 +9,9 @@ import pytest
 from benchmarks.gpu.exactness import find_problems
 from benchmarks.gpu.machine_code import bytes_accessed, read_amd, read_sass
 from benchmarks.gpu.paths import common_path, seldom_lines, take_loops_once
-from benchmarks.gpu.roofline import GPUS, Cost, estimate_seconds, limit_of
+from benchmarks.gpu.recording import Launch, Recorded
+from benchmarks.gpu.roofline import GPUS, Cost, estimate_seconds, fits_in_cache, limit_of
+from benchmarks.gpu_code import Finding, moved_too_much
 
 GOOD_PTX = """
 // fma.rn.f32 in a comment
@@ -26,6 +28,11 @@ $L__BB0_2:
 	abs.f32 	%r5, %r4;
 	add.rn.f32 	%r6, %r5, 0f3EFFFFFF;
 	cvt.rmi.ftz.f32.f32 	%r7, %r6;
+	mov.b64 	%rd1, {%r5, %r5};
+	mov.b64 	%rd2, {0f3EFFFFFF, 0f3EFFFFFF};
+	add.rn.f32x2 	%rd3, %rd1, %rd2;
+	mov.b64 	{%r10, %r11}, %rd3;
+	cvt.rmi.ftz.f32.f32 	%r12, %r11;
 """
 AMD_HEADER = """
 	.amdhsa_float_round_mode_32 0
@@ -50,6 +57,8 @@ def test_what_is_rounded_to_nearest_one_operation_at_a_time_is_fine() -> None:
         ("div.full.f32 %r1, %r2, %r3", "approximate"),
         ("cvt.rmi.ftz.f32.f32 %r9, %r2", "denormals become zero"),
         ("add.rn.f32 %r8, %r5, 0fBEFFFFFF;\n\tcvt.rmi.ftz.f32.f32 %r9, %r8", "denormals become zero"),
+        ("add.f32x2 %rd4, %rd1, %rd2", "not rounded to nearest"),
+        ("mov.b64 %rd4, {%r5, %r4};\n\tmov.b64 {%r13, %r14}, %rd4;\n\tcvt.rmi.ftz.f32.f32 %r15, %r13", "denormals"),
         ("rem.u64 %rd1, %rd2, %rd3", "64-bit division"),
         ("div.s64 %rd1, %rd2, %rd3", "64-bit division"),
     ],
@@ -218,3 +227,24 @@ def test_time_is_that_of_the_scarcer_resource() -> None:
     assert limit_of(computing, gpu) == "instructions"
     products = Cost({"product": 16.0, "control": 100.0}, 0.0, 0.0)
     assert estimate_seconds(products, GPUS["MI300X"], 1e9) == pytest.approx(1e9 / (304 * 2.1e9))
+
+
+def test_blocks_in_work_are_those_that_registers_and_warps_allow() -> None:
+    gpu = GPUS["A100"]
+    assert gpu.programs(registers=128, warps=1) == 108 * 16
+    assert gpu.programs(registers=20, warps=4) == 108 * 16
+    assert GPUS["MI300X"].programs(registers=128, warps=2) == 304 * 4 * 4 // 2
+    assert fits_in_cache(gpu, 40e6 / (108 * 16), registers=128, warps=1)
+    assert not fits_in_cache(gpu, 41e6 / (108 * 16), registers=128, warps=1)
+
+
+@pytest.mark.parametrize(
+    ("moved", "scratch", "row", "what"),
+    [(10.9, 0, 2304, ""), (11.1, 0, 2304, "11.1 bytes"), (19, 8, 2304, ""), (10, 0, 9000, "cache of the A100")],
+)
+def test_operations_that_move_too_much_are_named(moved: float, scratch: float, row: int, what: str) -> None:
+    launch = Launch("step", "module", "step", {}, {"R": 1, "C": 64}, [], num_warps=1, programs=1, row=row)
+    found = {(launch.identity, "sm_80"): Finding("step", "sm_80", 128, 1.0, 1.0, [])}
+    problems = list(moved_too_much([Recorded("a step", 10, scratch, moved, [launch])], found))
+    assert len(problems) == bool(what)
+    assert all(what in problem for problem in problems)

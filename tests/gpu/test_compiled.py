@@ -1,4 +1,4 @@
-"""The kernels that ship, compiled for an H100: what would change their bits, registers, and the budget of instructions.
+"""The kernels that ship, compiled for an H100: what would change their bits, registers, bytes, and the budget of instructions.
 
 A quick selection; ``python -m benchmarks.gpu_code``, a stage of `make matrix`, has all of them on four GPUs.
 """
@@ -43,3 +43,11 @@ def test_the_code_computes_what_the_source_says_in_registers(found: dict[str, An
 @pytest.mark.parametrize("operation", BUDGETS)
 def test_instructions_stay_within_the_budget(found: dict[str, Any], operation: str) -> None:
     assert 0 < found["instructions"][operation] <= BUDGETS[operation]
+
+
+def test_bytes_stay_near_the_least(found: dict[str, Any]) -> None:
+    assert found["moved"].keys() >= BUDGETS.keys()
+    for moved, least, scratch in found["moved"].values():
+        assert 0.99 * least < moved < 1.1 * least  # more: exponents and the table of tensors
+        assert scratch == 0
+    assert found["beyond"] == []

@@ -24,6 +24,8 @@ ELEMENTS = 1024  # of a program that encodes or decodes
 MOST_BLOCKS = 2**31 - 256
 MOST_ELEMENTS = 2**33  # four elements share a counter of 32 bits
 OPTIONS = {"enable_fp_fusion": False}  # a product and a sum in one instruction round once: other bits
+# NVIDIA's assembler would rather put a few numbers of these kernels into local memory than have fewer warps in work.
+MOST_REGISTERS = {"quantize_blocks": 128, "step_elements": 160, "step_blocks": 128, "split_draw": 128}
 
 launches = 0  # since the process began, for those who count
 
@@ -40,10 +42,12 @@ def block_shape(length: int) -> BlockShape:
     """Return the shape of a program for blocks of this length.
 
     A warp has a block, so that nothing is passed between warps, and one block in need of care does not hold up others; several if
-    they are short. Very long blocks have many warps.
+    they are short. Long blocks have many warps, so that those in work at a time fit in the cache: they are read twice.
     """
-    if length > 16384:
+    if length > 10240:
         return BlockShape(1, 1024, 8 if torch.version.hip else 16)  # 512 threads: AMD's warps have 64
+    if length > 4608:  # the longest rows of a ResNet-18, whose step is one launch
+        return BlockShape(1, 256, 2 if torch.version.hip else 4)
     return BlockShape(1, 64, 1) if length > 128 else BlockShape(4, 16, 1)
 
 
@@ -61,8 +65,11 @@ def run(
     if programs == 0:
         return
     launches += 1
+    options: dict[str, Any] = OPTIONS
+    if device.type == "cuda" and torch.version.hip is None and kernel.fn.__name__ in MOST_REGISTERS:
+        options = OPTIONS | {"maxnreg": MOST_REGISTERS[kernel.fn.__name__]}
     with _on(device):
-        kernel[(programs, sharing)](*args, **constants, num_warps=warps, **OPTIONS)
+        kernel[(programs, sharing)](*args, **constants, num_warps=warps, **options)
 
 
 def _on(device: torch.device) -> AbstractContextManager[Any]:
