@@ -2,8 +2,8 @@
 
 ``bytes`` is the least that an operation has to read and write for each element: an exponent of a block counts as nothing. Blocks
 that no multiprocessor can hold, whole tensors, have to be read twice: for their exponent, and to be drawn. ``scratch`` is what
-goes through memory beyond that because two launches share the work: gradients that are rounded for, or to, blocks are written and read
-again, and weights that are blocks are rounded from an accumulator that was just written.
+goes through memory beyond that because two launches share the work: gradients that are rounded for, or to, blocks are written
+and read again, and weights that are blocks are rounded from an accumulator that was just written.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ Published figures, and where:
   lanes a clock; the published 163 TFLOP/s need packed or dual instructions, which are not counted on here. Special functions and
   32-bit integer products take four times as long. Scalar instructions and memory are issued beside.
 - Caches that all units share (the same papers): 40 MB, 50 MB, 256 MB (AMD's Infinity Cache). Registers of a multiprocessor:
-  65536 of four bytes, for at most 64 warps; of AMD's, 512 for each lane of four vector units, for at most 8 waves of 64 lanes each.
+  65536 of four bytes, for at most 64 warps; of AMD's, 512 for each lane of four vector units, for at most 8 waves of 64 lanes.
 """
 
 from __future__ import annotations
