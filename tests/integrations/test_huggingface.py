@@ -231,3 +231,26 @@ def test_without_a_schedule_of_qlangevins_every_must_be_given(tmp_path: Path) ->
     with pytest.raises(ValueError, match="burn_in=3 goes with every="):
         SampleCallback(tmp_path / "run", burn_in=3)
     shutil.rmtree(tmp_path / "out", ignore_errors=True)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing_changes_no_bit(tmp_path: Path, reentrant: bool) -> None:
+    settings: dict[str, Any] = {"activation_checkpointing": True}
+    settings["activation_checkpointing_kwargs"] = {"use_reentrant": reentrant}
+
+    def prepare(model: Any) -> Any:
+        if reentrant:
+            model.enable_input_require_grads()
+        return eight_bits(model)
+
+    plain = run(tmp_path / "plain", prepare=prepare)
+    checkpointed = run(tmp_path / "checkpointed", prepare=prepare, **settings)
+    assert torch.equal(plain.losses, checkpointed.losses)
+
+
+def test_autocast_in_bfloat16_samples_a_model_in_8_bits(tmp_path: Path) -> None:
+    plain, half = run(tmp_path / "plain", prepare=eight_bits), run(tmp_path / "half", prepare=eight_bits, bf16=True)
+    assert half.store is not None
+    assert len(half.store) == 6
+    assert not torch.equal(plain.losses, half.losses)  # autocast was on
+    assert torch.allclose(plain.losses, half.losses, atol=0.3)
