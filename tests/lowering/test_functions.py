@@ -337,7 +337,7 @@ def test_a_restored_count_resumes_functions_that_have_not_been_called_yet() -> N
     lowering.load_state_dict(
         model, {n: 0 for n in lowering.state_dict(model) if "/" not in n}
     )  # a state without functions
-    assert lowering.state_dict(model)["/add/0"] == 0
+    assert "/add/0" not in lowering.state_dict(model)
     with pytest.raises(ValueError, match="'block/' in one only"):
         lowering.load_state_dict(model, lowering.state_dict(model) | {"block/add/0": 1})
 

@@ -118,7 +118,7 @@ def test_forward_keeps_its_signature_and_its_name() -> None:
         assert found.forward.__name__ == "forward"
         assert found.forward.__qualname__ == "Documented.forward"
         assert found.forward.__doc__ == "Compute something."
-        assert found.forward.__wrapped__.__self__ is found
+        assert inspect.unwrap(found.forward).__self__ is found
         assert found(torch.randn(2, 4), scale=0).abs().max() == 0
     layer = nn.Linear(3, 3)
 

@@ -55,7 +55,7 @@ def test_lowering_in_parts_gives_the_bits_of_lowering_the_whole() -> None:
 
 
 def test_parts_that_know_their_names_draw_the_bits_of_the_whole() -> None:
-    whole, parts = lower(Network(), "bfp8", "bfp8"), Network()
+    whole, parts = lower(Network(), "bfp8", "bfp8", functions=False), Network()  # those of the root are in no part
     lower(parts.head, "bfp8", "bfp8", prefix="head")
     lower(parts.encoder[0], "bfp8", "bfp8", prefix="encoder.0")  # a layer by itself
     lower(parts.encoder, "bfp8", "bfp8", prefix="encoder", layers=["1", "2"])

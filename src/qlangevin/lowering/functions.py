@@ -113,7 +113,7 @@ class ScopedForward(Patch):
 
     def state(self) -> dict[str, int]:
         """Return how often each function has run in training."""
-        return self.counts | {key: handler.runs for key, handler in self.handlers.items()}
+        return self.counts | {key: runs for key, handler in self.handlers.items() if (runs := handler.runs)}
 
     def load(self, state: dict[str, int]) -> None:
         """Resume the random bits of functions; one that the state does not have begins anew."""
@@ -125,7 +125,6 @@ class ScopedForward(Patch):
 _warned: set[str] = set()
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _warn_compiler() -> None:
     """Warn once, while a model is compiled."""
     warn_once(
@@ -134,6 +133,10 @@ def _warn_compiler() -> None:
         "full precision, and rounds layers as before. Write them as modules; or lower(..., functions=False), to compute the "
         "same compiled or not",
     )  # fmt: skip
+
+
+# As torch.compiler.assume_constant_result does, which would import the compiler here.
+_warn_compiler._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 # ---- the mode
