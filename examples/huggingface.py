@@ -10,7 +10,7 @@ or $QLANGEVIN_DATA, the task is the sentiment of IMDB's reviews, and the docstri
 
 The adapter (rank 8, in the last two layers) and the classifier are fine-tuned by AdamW in full precision. From there SGLD
 samples them, with weights, gradients, activations and errors in 8 bits, on a base that is packed into 8 bits and stored only
-as a checksum.
+as a checksum. The table also has AdamW with as many steps in all.
 Without the package with the weights a small transformer is trained from the beginning, on bytes. It takes some minutes.
 """
 
@@ -254,7 +254,9 @@ def main(
     posterior = sample(task, point, data, folder / f"seed{seed}", steps, samples, seed)
 
     own, other = task.tokenize(testing.texts), task.tokenize(foreign.texts)
-    probabilities = {"AdamW, FP32": (predict(point, own), predict(point, other))}
+    longer = fine_tune(task, data, folder / f"seed{seed}" / "adamw", tuning + steps, seed)
+    tuned = {f"AdamW, {tuning} steps, FP32": point, f"AdamW, {tuning + steps} steps, FP32": longer}
+    probabilities = {name: (predict(model, own), predict(model, other)) for name, model in tuned.items()}
     for name, some in (("one sample", posterior[-1:]), (f"average of {len(posterior)} samples", posterior)):
         probabilities[f"{name}, {FORMAT}"] = (some.predict(own), some.predict(other))
     scores = {}
