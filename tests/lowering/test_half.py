@@ -90,4 +90,4 @@ def test_blocks_too_small_or_too_large_for_half_precision(dtype: torch.dtype) ->
     assert y.isfinite().all()
     y.backward(x.detach())
     assert x.grad is not None
-    assert x.grad.isfinite().all()
+    assert bool(x.grad.isfinite().all()) == (dtype is torch.bfloat16)  # a GradScaler must see infinities of float16

@@ -73,7 +73,7 @@ def test_other_dtypes(dtype: torch.dtype) -> None:
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # of an LSTM, by dynamo
 def test_it_compiles(name: str) -> None:
     model, x, labels = build(name)
-    ql.lower(model, "bfp8", "bfp8")
+    ql.lower(model, "bfp8", "bfp8", functions=False)  # compiled code does not see them
     other = copy.deepcopy(model)
     compiled: Any = torch.compile(other, backend="aot_eager")
     for _ in range(2):

@@ -255,7 +255,10 @@ def test_another_model_is_refused_and_the_tensors_named(tmp_path: Path) -> None:
             (build()[:3], r"'3.weight' is missing in the model; '3.bias' is missing in the model$"),
             (build().append(nn.Linear(1, 1)), "'4.weight' is in the model only; '4.bias' is in the model only$"),
             (build(frozen=False), "'3.weight' is frozen float32 .* there and parameter float32 .* in the model"),
-            (build().double(), "'0.weight' is parameter bfp8 .*; and [0-9]+ more$"),
+            (
+                build().double(),
+                r"'0.weight' is of float32 there and of float64 in the model \(model.to\(torch.float32\) .*more$",
+            ),
             (pack(build(), "bfp8", layers="2"), r"'2.weight' is parameter float32 \[2, 3\] there and parameter bfp8"),
         ):
             with pytest.raises(ValueError, match="is of another model: .*" + why):

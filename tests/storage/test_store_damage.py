@@ -47,6 +47,7 @@ def test_verify_looks_at_frozen_parameters(count: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:dropout is active")  # the state of PyTorch's generator is among what is damaged
 def test_damaged_and_forged_stores_and_checkpoints_are_refused_or_well_formed() -> None:
     assert [result for result in fuzz.fuzz(400) if result.outcome == fuzz.FAILED] == []
 

@@ -92,7 +92,13 @@ class Collector:
         self.schedule = schedule if isinstance(schedule, Schedule) else None
         gaps = [self.every] if self.every else [b - a for a, b in pairwise(schedule.moments)]
         self._recent, self._losses, self._steps = deque(maxlen=min(gaps, default=1)), [], count_steps(sampler)
-        self.store = SampleStore.create(self.path, model, sampler, self.schedule, resume=resumed, **options)
+        try:
+            self.store = SampleStore.create(self.path, model, sampler, self.schedule, resume=resumed, **options)
+        except FileExistsError as error:
+            raise FileExistsError(
+                f"{self.path} holds a store already, and this run is a new one: resume from the trainer's checkpoint "
+                "(resume_from_checkpoint=True, or ckpt_path=...), give the callback another folder, or remove that one"
+            ) from error
 
     def step(self, loss: Tensor | None, may_be_skipped: bool = False) -> None:
         """Note the loss of a step, and collect a sample if it is time for one.

@@ -86,6 +86,7 @@ class SampleCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
         model, sampler = given["model"], find_sampler(given["optimizer"])
         _check_arguments(args, sampler, model, self._allow_clipping)
         _check_schedule(args, given["lr_scheduler"])
+        trainer_checks.check_length(given["lr_scheduler"], int(state.max_steps), int(state.global_step))
         resumed = state.global_step > 0
         file = _checkpoint_folder(args, state) / FILE
         if resumed and not file.exists():
@@ -187,7 +188,7 @@ def _check_arguments(args: Any, sampler: Stepper, model: nn.Module, allow_clippi
     if args.weight_decay:
         warn(
             f"weight_decay={args.weight_decay:g} of TrainingArguments has no effect on a sampler that is passed to the Trainer: "
-            "the prior is SGLD(weight_decay=...)",
+            "the prior is SGLD(prior_std=...) or SGLD(weight_decay=...)",
             stacklevel=5,
         )
     if args.label_smoothing_factor:

@@ -8,9 +8,10 @@ from torch import nn
 
 from .. import lowering
 from .._warnings import warn
+from ..sampling.schedules import Schedule
 from ..sampling.stepping import Stepper
 
-__all__ = ["check_accumulation", "check_clipping", "check_num_data", "check_processes", "check_scaler"]
+__all__ = ["check_accumulation", "check_clipping", "check_length", "check_num_data", "check_processes", "check_scaler"]
 
 
 def check_clipping(norm: float | None, sampler: Stepper, remedy: str, allowed: bool) -> None:
@@ -64,6 +65,26 @@ def check_processes(processes: int, gpus: int, model: nn.Module) -> None:
         raise ValueError(
             f"the trainer would spread batches over {gpus} GPUs by nn.DataParallel{also}: make one visible, "
             "CUDA_VISIBLE_DEVICES=0, and train a chain on each"
+        )
+
+
+def check_length(schedule: object, steps: int, done: int) -> None:
+    """Raise ValueError if a trainer takes more steps than its schedule has; warn if it ends before the first sample."""
+    if not isinstance(schedule, Schedule):
+        return
+    total = schedule.total_steps
+    if done >= total:
+        raise ValueError(f"this run is finished: its schedule has {total} steps, and the checkpoint is of step {done}")
+    if steps > total:
+        raise ValueError(
+            f"the trainer takes {steps} steps and the schedule has total_steps={total}: give both the same number "
+            "(max_steps= of the trainer)"
+        )
+    if 0 < steps < min(schedule.moments, default=0):
+        warn(
+            f"the trainer takes {steps} steps of the {total} that the schedule has, and ends before the first sample: give both the "
+            "same number, unless the run is to be resumed",
+            stacklevel=5,
         )
 
 

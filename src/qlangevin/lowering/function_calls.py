@@ -13,7 +13,7 @@ from . import plain_tensors
 from .bit_masks import drop_out, relu_with_mask
 from .function_table import Entry, why_not
 from .handler import Handler
-from .operand_kinds import Kind, float_operands, propagate, set_kinds
+from .operand_kinds import Kind, float_operands, note_write, propagate, set_kinds
 
 __all__ = ["RunningForward", "call", "follow"]
 
@@ -36,8 +36,12 @@ class RunningForward(Protocol):
 def follow(frame: RunningForward, func: Any, args: Any, kwargs: Any, is_sum: bool = False) -> Any:
     """Call a function that is not lowered, and note the kind of what it returns."""
     result = func(*args, **kwargs)
-    if isinstance(result, (Tensor, tuple, list)):
-        set_kinds(result, propagate(func, frame.find_kinds(func, float_operands(args, kwargs)), is_sum))
+    if isinstance(result, (Tensor, tuple, list)) or result is None:
+        operands = list(float_operands(args, kwargs))
+        kinds = frame.find_kinds(func, operands)
+        if not any(result is t for t in operands):  # else it keeps its kind: data are not marked
+            set_kinds(result, propagate(func, kinds, is_sum))
+        note_write(func, args[0] if args else None, kinds, len(operands))
     return result
 
 

@@ -91,9 +91,9 @@ class ScopedForward(Patch):
         with torch.inference_mode(False), _disable_current_modes():  # its count is a tensor
             name = ".".join(filter(None, (self.settings.prefix, self.name)))
             handler = Handler(*self.settings[:4], f"{name}/{key}")
-        if self.replica:
-            handler.set_replica(self.replica)
-        handler.runs = self.counts.pop(key, 0)
+            if self.replica:
+                handler.set_replica(self.replica)
+            handler.runs = self.counts.pop(key, 0)
         self.handlers[key] = handler
         return handler
 
@@ -147,6 +147,8 @@ class FunctionMode(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if not _thread.frames:  # autograd brings the modes of an outer backward back after an inner one
+            return func(*args, **kwargs)
         if func is F.multi_head_attention_forward:
             with self:
                 return attention.expanded(*args, **kwargs)

@@ -84,7 +84,7 @@ def _hide_functions(module: nn.Module) -> None:
     remove_patch(module, ScopedForward)
     if not any(isinstance(hook, LeaveLayer) for hook in module._forward_hooks.values()):
         module.register_forward_pre_hook(EnterLayer())
-        module.register_forward_hook(LeaveLayer())
+        module.register_forward_hook(LeaveLayer(), always_call=True)  # also if the layer raises
 
 
 def _scope(module: nn.Module, name: str, settings: FunctionSettings) -> None:

@@ -20,7 +20,7 @@ from .bit_masks import drop_out, relu_with_mask
 from .convolution import ConvolutionFunction, Geometry, convolve_gathered, must_gather
 from .functions import without_functions
 from .handler import Handler
-from .operand_kinds import Kind, set_kinds
+from .operand_kinds import Kind, find_mark, set_kinds
 from .packed_linear import is_packed_linear, packed_linear
 
 __all__ = ["LeafHandler", "Quantize", "handler_for", "handles"]
@@ -165,7 +165,7 @@ class LeafHandler(Handler):
     def _is_activation(self, module: nn.Module, x: Tensor) -> bool:
         if module._parameters:
             return True
-        kind = getattr(x, "_qlangevin_kind", None)
+        kind = find_mark(x)
         if kind is None:  # compiled, where functions are not followed
             return x.requires_grad or not torch.is_grad_enabled()
         return kind in (Kind.ACTIVATION, Kind.MASKED)

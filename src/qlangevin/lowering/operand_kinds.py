@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-__all__ = ["Kind", "find_kind", "float_operands", "mark", "propagate", "set_kinds"]
+__all__ = ["Kind", "find_kind", "find_mark", "float_operands", "mark", "note_write", "propagate", "set_kinds"]
 
 LARGEST_CONSTANT = 1e3  # buffers with larger numbers may be masks
 
@@ -34,6 +34,10 @@ class Kind(Enum):
     DATA = "data"
 
 
+_BY_VALUE = {kind.value: kind for kind in Kind}
+_WRITING = frozenset(
+    ("__setitem__", "copy_", "fill_", "index_copy_", "index_put_", "put_", "scatter_", "slice_scatter", "zero_")
+)
 _FILLING = frozenset(
     ("masked_fill", "masked_fill_", "where", "masked_scatter", "masked_scatter_", "index_fill", "index_fill_")
 )
@@ -41,12 +45,17 @@ _FILLING = frozenset(
 
 def mark(t: Tensor, kind: Kind) -> None:
     """Note the kind on a tensor."""
-    t._qlangevin_kind = kind  # type: ignore[attr-defined]
+    t._qlangevin_kind = kind.value  # type: ignore[attr-defined]  # a str, which torch.save and torch.load bear
+
+
+def find_mark(t: Tensor) -> Kind | None:
+    """Return the kind that is noted on a tensor."""
+    return _BY_VALUE.get(getattr(t, "_qlangevin_kind", ""))
 
 
 def find_kind(t: Tensor, module: nn.Module) -> Kind:
     """Return the kind of a float tensor that the forward of a module uses."""
-    kind: Kind | None = getattr(t, "_qlangevin_kind", None)
+    kind = find_mark(t)
     if kind is not None:
         return kind
     if isinstance(t, nn.Parameter) or any(t is p for p in module._parameters.values()):  # also under functional_call
@@ -85,6 +94,19 @@ def propagate(function: Any, kinds: list[Kind], is_sum: bool = False) -> Kind:
     if not kinds or Kind.DATA in kinds:
         return Kind.DATA
     return Kind.PARAMETER if Kind.PARAMETER in kinds else Kind.CONSTANT
+
+
+def note_write(function: Any, target: Any, kinds: list[Kind], operands: int) -> None:
+    """Note what a function has written into a tensor, the first of its operands: numbers and data may be a mask.
+
+    ``kinds`` are those of the ``operands`` that are float tensors, the target's first.
+    """
+    if getattr(function, "__name__", "") not in _WRITING or not isinstance(target, Tensor) or not kinds:
+        return
+    if operands > 1 and kinds[-1] is Kind.ACTIVATION:
+        mark(target, Kind.MASKED if kinds[0] is Kind.MASKED else Kind.ACTIVATION)
+    elif kinds[0] is Kind.ACTIVATION:
+        mark(target, Kind.MASKED)
 
 
 def set_kinds(result: Any, kind: Kind) -> None:

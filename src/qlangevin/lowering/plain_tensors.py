@@ -186,7 +186,7 @@ class ErrorHook:
     def __call__(self, e: Tensor) -> Tensor:
         format, spec = self.spec.errors, self.spec
         assert format is not None
-        if _is_error_on_grid(e, format):
+        if _is_error_on_grid(e, format) or _has_overflowed(e):
             return e
         if e.requires_grad:
             return _quantize_error(e, format, spec)
@@ -203,6 +203,14 @@ def _quantize_error(e: Tensor, format: str, spec: QuantizationSpec) -> Tensor:
     if e.requires_grad:  # autograd builds the graph of a second derivative
         return _apply(QuantizeFunction, e, format, spec, random.ERROR)
     return quantize_in_memory_order(e, format, spec.rounding, spec.key, random.ERROR, step=spec.step)
+
+
+def _has_overflowed(e: Tensor) -> bool:
+    """Return True for an error of float16 that holds an infinity, which a GradScaler must see: grids have none.
+
+    Devices that the host must not wait for are not asked.
+    """
+    return e.dtype is torch.float16 and not _is_deferred(e) and not bool(e.isfinite().all())
 
 
 def _is_deferred(x: Tensor) -> bool:
@@ -258,16 +266,18 @@ class ReLUFunction(torch.autograd.Function):
         if ctx.about_codes is not None:
             (saved, exponents, spoiled), (grid, order, dtype) = ctx.saved_tensors, ctx.about_codes
             codes = SavedCodes(saved, exponents, grid, order, spoiled, dtype=dtype)
-        if codes is not None and not e.requires_grad and _can_mask(e, codes, format):
+        overflowed = _has_overflowed(e)
+        if codes is not None and not e.requires_grad and not overflowed and _can_mask(e, codes, format):
             overwrite = not _is_deferred(e) and only_autograd_holds(e, "backward")
             out = quantize_in_memory_order(
                 e, format, spec.rounding, spec.key, random.ERROR, overwrite=overwrite, positive=codes.codes, step=spec.step
             )  # fmt: skip
         else:
             y = codes.decode() if codes is not None else ctx.saved_tensors[0]
-            q = e if format is None else _quantize_error(e, format, spec)
+            q = e if format is None or overflowed else _quantize_error(e, format, spec)
             out = torch.ops.aten.threshold_backward(q, y, 0)
-        mark_on_grid(out, format)
+        if not overflowed:
+            mark_on_grid(out, format)
         return out, None, None, None, None, None
 
 

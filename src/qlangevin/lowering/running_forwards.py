@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -40,12 +41,13 @@ class Scope(Protocol):
 class Frame:
     """One running forward, or the part of it in a checkpointed region: how many calls of each function it has made."""
 
-    __slots__ = ("hidden", "is_region", "module", "occurrences", "pushed", "regions", "scope")
+    __slots__ = ("hidden", "is_region", "module", "occurrences", "pushed", "regions", "scope", "task")
 
     def __init__(self, scope: Scope, regions: Regions, occurrences: dict[str, int], is_region: bool = False) -> None:
         self.scope, self.module, self.regions, self.is_region = scope, scope.module, regions, is_region
         self.occurrences = occurrences
         self.hidden, self.pushed = 0, False
+        self.task = torch._C._current_graph_task_id()  # the backward pass that opened it; -1 in forward
 
     @property
     def place(self) -> tuple[int, object] | None:
@@ -86,6 +88,7 @@ class RunningForwards(threading.local):
         self.frames: list[Frame] = []
         self.mode = make_mode()
         self.hidden = 0
+        self.above = 0  # modes of the user above ours when it was hidden
         self.recorder: Any = None
 
     def current(self) -> tuple[Frame | None, bool]:
@@ -115,7 +118,8 @@ class RunningForwards(threading.local):
         """Close the frames of regions that have ended; open that of the region which runs, if a forward has begun it."""
         regions = enclosing_regions()
         running = {(r.serial, r.backward) for r in regions}
-        while self.frames and self.frames[-1].is_region and self.frames[-1].place not in running:
+        now = torch._C._current_graph_task_id()  # of a backward within another, frames of the outer one are not for us
+        while self.frames and self._has_ended(self.frames[-1], now, running):
             self._close()
         top = self.frames[-1] if self.frames else None
         if not regions or (top is not None and top.place == _place(regions)):
@@ -126,8 +130,21 @@ class RunningForwards(threading.local):
             self._open(Frame(top.scope, regions, top.occurrences, is_region=True))
         elif not is_first and record.begun_by is not None:
             scope, occurrences = record.begun_by
-            self._open(Frame(scope, regions, dict(occurrences), is_region=True))
-            torch.autograd.Variable._execution_engine.queue_callback(self.settle)  # the recomputation's end is not seen
+            frame = Frame(scope, regions, dict(occurrences), is_region=True)
+            self._open(frame)
+            # The end of a recomputation is not seen, that of backward is.
+            torch.autograd.Variable._execution_engine.queue_callback(partial(self._finish, frame))
+
+    @staticmethod
+    def _has_ended(frame: Frame, task: int, running: set[tuple[int, object]]) -> bool:
+        """Return True for a region that does not run any more, unless its backward may be an outer one of this ``task``."""
+        is_ours = task == -1 or frame.task in (task, -1)
+        return frame.is_region and is_ours and frame.place not in running
+
+    def _finish(self, frame: Frame) -> None:
+        """Close a frame, and those above it, if that has not been done."""
+        while frame in self.frames:
+            self._close()
 
     def _open(self, frame: Frame) -> None:
         frame.hidden, frame.pushed = self.hidden, not self.frames or self.hidden > 0
@@ -150,7 +167,7 @@ class RunningForwards(threading.local):
         """Hide the mode while a layer runs, or an operation of ours."""
         if self.frames:
             if self.hidden == 0:
-                _remove(self.mode)
+                self.above = _remove(self.mode)
             self.hidden += 1
 
     def show(self) -> None:
@@ -158,15 +175,19 @@ class RunningForwards(threading.local):
         if self.frames:
             self.hidden -= 1
             if self.hidden == 0:
-                _push(self.mode)
+                _push(self.mode, self.above)
 
 
-def _push(mode: TorchFunctionMode) -> None:
-    torch._C._push_on_torch_function_stack(mode)
+def _push(mode: TorchFunctionMode, below: int = 0) -> None:
+    """Put the mode on the stack, beneath so many others."""
+    count = min(below, torch._C._len_torch_function_stack())
+    above = [torch._C._pop_torch_function_stack() for _ in range(count)]
+    for each in (mode, *reversed(above)):
+        torch._C._push_on_torch_function_stack(each)
 
 
-def _remove(mode: TorchFunctionMode) -> None:
-    """Take the mode off the stack, also from beneath modes that the user has entered."""
+def _remove(mode: TorchFunctionMode) -> int:
+    """Take the mode off the stack, also from beneath modes that the user has entered; return how many these are."""
     above = []
     while torch._C._len_torch_function_stack():
         top = torch._C._pop_torch_function_stack()
@@ -175,3 +196,4 @@ def _remove(mode: TorchFunctionMode) -> None:
         above.append(top)
     for other in reversed(above):
         torch._C._push_on_torch_function_stack(other)
+    return len(above)

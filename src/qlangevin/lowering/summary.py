@@ -20,7 +20,7 @@ from ..quantization.qtensor import QTensor
 from .functions import find_scope, recording
 from .handler import Handler, find_handler
 from .modules import LeafHandler
-from .operand_kinds import Kind
+from .operand_kinds import Kind, find_mark
 from .patches import find_patch
 from .saved_tensors import SavedCodes, SavedUnchanged, SavingForward, watching
 
@@ -142,8 +142,8 @@ class _Recorder:
         handles = []
         for name, module in self.model.named_modules():
             is_leaf = next(module.children(), None) is None
-            if name and (is_leaf or find_handler(module) is not None):
-                handles.append(module.register_forward_pre_hook(_Enter(self, name), prepend=True))
+            if (name and is_leaf) or find_handler(module) is not None:
+                handles.append(module.register_forward_pre_hook(_Enter(self, name or "(layer)"), prepend=True))
                 handles.append(module.register_forward_hook(_Leave(self)))
         try:
             yield
@@ -179,9 +179,7 @@ class _Recorder:
             outer.float_bytes += found.float_bytes
             return
         moves = found.what in _MOVING
-        is_activation = not moves and any(
-            getattr(t, "_qlangevin_kind", None) in (Kind.ACTIVATION, Kind.MASKED) for t in new
-        )
+        is_activation = not moves and any(find_mark(t) in (Kind.ACTIVATION, Kind.MASKED) for t in new)
         if not (reason is None or is_activation or found.code_bytes or found.float_bytes):
             return
         row = self._row(found.name, found.what, reason is None, reason or "")

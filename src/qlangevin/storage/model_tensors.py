@@ -116,7 +116,10 @@ def check_fits(
             same &= there.format == here.format
         if formats or "buffer" in (there.kind, here.kind):
             same &= _is_frozen(there) == _is_frozen(here) and (there.kind == "buffer") == (here.kind == "buffer")
-        if not same:
+        if there.shape == here.shape and there.dtype != here.dtype:
+            remedy = f"model.to(torch.{there.dtype})"
+            odd.append(f"{name!r} is of {there.dtype} there and of {here.dtype} in the model ({remedy} would fit)")
+        elif not same:
             odd.append(f"{name!r} is {there} there and {here} in the model")
     if odd:
         more = f"; and {len(odd) - 5} more" if len(odd) > 5 else ""
