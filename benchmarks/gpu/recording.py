@@ -72,8 +72,9 @@ class Launch:
 
     @property
     def identity(self) -> str:
-        """All for which Triton compiles a kernel of its own."""
+        """All for which Triton compiles a kernel of its own, and the length of blocks, on which the cost of an element depends."""
         parts = (
+            self.row,
             self.module,
             self.function,
             self.signature,

@@ -82,8 +82,8 @@ def check_length(schedule: object, steps: int, done: int) -> None:
         )
     if 0 < steps < min(schedule.moments, default=0):
         warn(
-            f"the trainer takes {steps} steps of the {total} that the schedule has, and ends before the first sample: give both the "
-            "same number, unless the run is to be resumed",
+            f"the trainer takes {steps} steps of the {total} that the schedule has, and ends before the first sample: give both "
+            "the same number, unless the run is to be resumed",
             stacklevel=5,
         )
 
