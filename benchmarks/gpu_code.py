@@ -3,7 +3,7 @@
 Every launch of `gpu.operations` is recorded in the interpreter and compiled for every GPU of `gpu.compiling.TARGETS`, with the
 constants and alignments that it has. The code must compute what the source says (`gpu.exactness`) and keep everything in
 registers, and operations that have a budget of instructions must stay within it. Bytes that the launches move (`gpu.traffic`) may
-be 1.1 times the least, scratch memory apart (`gpu.operations`), and blocks that are read twice must fit in the cache. ``--only``,
+be 1.1 times the least, scratch memory apart (`gpu.operations`), and blocks that are drawn must fit in the cache. ``--only``,
 ``--kernels`` and ``--targets`` choose, ``--quick`` takes what has a budget. The exit code is 1 if anything is wrong.
 """
 
@@ -127,7 +127,7 @@ def moved_too_much(recorded: Iterable[Recorded], findings: dict[tuple[str, str],
             yield f"{operation.name}: {operation.moved:.1f} bytes an element, of at least {least:g}"
         for launch, (name, gpu) in product(operation.launches, GPUS.items()):
             finding = findings.get((launch.identity, gpu.target))
-            if launch.takes_whole_blocks and finding is not None:
+            if launch.takes_whole_blocks and finding is not None and not operation.is_simple:
                 block = READ_OF_BLOCK * launch.row * int(launch.constexprs["R"])
                 if not fits_in_cache(gpu, block, finding.registers, launch.num_warps):
                     yield f"{operation.name}: blocks in work do not fit in the cache of the {name}"

@@ -129,9 +129,8 @@ def _steps(name: str, format: str, shape: tuple[int, ...], quick: bool) -> Itera
     A step reads weight and gradient, and writes the weight. It reads the gradient once more, before anything is changed, to see
     if it is finite.
     """
-    x = (torch.randn(shape) * 0.1).clamp(
-        -0.14, 0.14
-    )  # the usual case: the noise does not lift a block into the next binade
+    # The usual case: the noise does not lift a block into the next binade.
+    x = (torch.randn(shape) * 0.1).clamp(-0.12, 0.12)
     blocks = ql.parse(format).has_exponents
     for gradients in (None,) if quick else (None, "bfp8", "fixed8.6"):
         label = f"step on codes, {name}" + (f", gradients {gradients}" if gradients else "")

@@ -72,7 +72,7 @@ class Launch:
 
     @property
     def identity(self) -> str:
-        """All for which Triton compiles a kernel of its own, and the length of blocks, on which the cost of an element depends."""
+        """All for which Triton compiles a kernel of its own, and the length of blocks, on which its cost depends."""
         parts = (
             self.row,
             self.module,
@@ -98,6 +98,11 @@ class Recorded:
     scratch: float
     moved: float
     launches: list[Launch]
+
+    @property
+    def is_simple(self) -> bool:
+        """Return True for operations that draw nothing: with few registers, they have more blocks in work than a cache holds."""
+        return any(word in self.name for word in ("nearest", "ReLU", "encode", "decode"))
 
 
 @contextmanager
