@@ -53,7 +53,7 @@ def _part(model: nn.Module) -> Optimizer:
 
 MISFITS: dict[str, tuple[Callable[[], Run], str]] = {
     "parameters": (lambda: _other_model(bias=False), "of another model: '0.bias' is missing in the model"),
-    "dtype": (lambda: make("float64"), "'0.weight' is parameter float32 .* and parameter float64"),
+    "dtype": (lambda: make("float64"), "'0.weight' is of float32 there and of float64"),
     "buffers": (lambda: make("batchnorm"), "'1.running_mean' is in the model only"),
     "frozen": (_frozen, "'0.bias' is parameter .* there and frozen"),
     "groups": (lambda: _with_sampler(_two_groups), "one for each of 2 groups"),
