@@ -1,4 +1,4 @@
-"""What checkpointed regions of lowered models keep for backward, and that they run once more."""
+"""Checkpointed regions of lowered models: the memory they keep for backward, and that they run once more."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ from ..storage.manifest import count_steps
 from ..storage.state_json import random_state, set_random_state
 from ..storage.store import SampleStore
 
-__all__ = ["Collector", "Report", "find_sampler"]
+__all__ = ["Collecting", "Collector", "Report", "find_sampler"]
 
 CONVERGED = 1.1  # R-hat above it is reported as a warning
 FEWEST = 8  # samples that ArviZ takes: two halves of four
@@ -200,3 +200,23 @@ def find_sampler(optimizer: Optimizer | None) -> Stepper:
             f"only a sampler's weights are samples, but the optimizer is {type(found).__name__}: pass SGLD(...) to the trainer"
         )
     return found
+
+
+class Collecting:
+    """Properties that the callbacks of all trainers share."""
+
+    _collector: Collector
+
+    @property
+    def store(self) -> SampleStore | None:
+        """The store, once training has begun."""
+        return self._collector.store
+
+    @property
+    def losses(self) -> Tensor:
+        """Training loss of each sample: the mean over the steps since the last one. Stack those of several chains for R-hat."""
+        return self._collector.losses
+
+    def report(self) -> Report:
+        """Return the number and size of the samples, and R-hat and effective sample size of their losses."""
+        return self._collector.report()

@@ -22,9 +22,8 @@ from torch import Tensor, nn
 from .._validate import check_flag
 from .._warnings import warn
 from ..sampling.stepping import Stepper
-from ..storage.store import SampleStore
 from . import trainer_checks
-from .collecting import Collector, Report, find_sampler
+from .collecting import Collecting, Collector, find_sampler
 
 try:
     from transformers import TrainerCallback
@@ -38,7 +37,7 @@ __all__ = ["SampleCallback"]
 FILE = "qlangevin.safetensors"  # in each of the Trainer's checkpoints
 
 
-class SampleCallback(TrainerCallback):  # type: ignore[misc]  # transformers is not looked into
+class SampleCallback(Collecting, TrainerCallback):  # type: ignore[misc]  # transformers is not looked into
     """Collect samples into a store while a Trainer trains, and report R-hat of their losses.
 
     Settings of the Trainer that would make the chain sample something else than the posterior raise ValueError when training
@@ -64,20 +63,6 @@ class SampleCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
         self._collector = Collector(path, every, burn_in)
         self._allow_clipping, self._options = check_flag("allow_clipping", allow_clipping), store_options
         self._losses = _StepLoss()
-
-    @property
-    def store(self) -> SampleStore | None:
-        """The store, once training has begun."""
-        return self._collector.store
-
-    @property
-    def losses(self) -> Tensor:
-        """Training loss of each sample: the mean over the steps since the last one. Stack those of several chains for R-hat."""
-        return self._collector.losses
-
-    def report(self) -> Report:
-        """Return the number and size of the samples, and R-hat and effective sample size of their losses."""
-        return self._collector.report()
 
     # ---- events of the Trainer
 

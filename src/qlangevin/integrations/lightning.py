@@ -31,9 +31,8 @@ from ..quantization.qtensor import QTensor
 from ..sampling.schedules import Schedule
 from ..sampling.stepping import Stepper
 from ..storage import model_tensors
-from ..storage.store import SampleStore
 from . import trainer_checks
-from .collecting import Collector, Report, find_sampler
+from .collecting import Collecting, Collector, find_sampler
 
 __all__ = ["SampleCallback"]
 
@@ -53,7 +52,7 @@ def _callback_classes() -> tuple[type, ...]:
     return tuple(dict.fromkeys(found))
 
 
-class _Hooks:
+class _Hooks(Collecting):
     """The hooks, apart from the classes that Lightning knows them by; `SampleCallback` describes the arguments."""
 
     def __init__(
@@ -70,20 +69,6 @@ class _Hooks:
         self._saved: Tensor | None = None
         self._parts: list[Tensor] = []
         self._steps = 0
-
-    @property
-    def store(self) -> SampleStore | None:
-        """The store, once training has begun."""
-        return self._collector.store
-
-    @property
-    def losses(self) -> Tensor:
-        """Training loss of each sample: the mean over the steps since the last one. Stack those of several chains for R-hat."""
-        return self._collector.losses
-
-    def report(self) -> Report:
-        """Return the number and size of the samples, and R-hat and effective sample size of their losses."""
-        return self._collector.report()
 
     # ---- hooks of the Trainer
 

@@ -1,4 +1,4 @@
-"""What a trainer's settings do to the posterior: refused if it would be another one, warned of if that is doubtful."""
+"""Checks of a trainer's settings: refused if the posterior would be another one, warned of if that is doubtful."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which modules of a model are layers, and whose forwards have their functions lowered.
+"""Choice of the modules that are layers, and of those whose forwards have their functions lowered.
 
 a layer of PyTorch (`LAYERS`)                 lowered; its own functions are hidden
 a module of the user's without children       lowered; its own functions are followed, see `LeafHandler`

@@ -1,4 +1,4 @@
-"""What leaves a posterior: files of one sample for other programs, and the posterior itself, sent to another process."""
+"""Exports of a posterior: files of one sample for other programs, and the posterior itself, sent to another process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the samples of a posterior come from: stores, their folders, or some of their samples."""
+"""Sources of the samples of a posterior: stores, their folders, or some of their samples."""
 
 from __future__ import annotations
 
