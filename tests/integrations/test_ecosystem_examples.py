@@ -37,7 +37,7 @@ def test_huggingface(tmp_path: Path, capsys: pytest.CaptureFixture[str], pretrai
     example: Any = load("huggingface")
     settings = {"tuning": 4, "steps": 8, "samples": 4, "train": 32, "test": 24, "pretrained": pretrained}
     scores = example.main(tmp_path, **settings)
-    assert len(scores) == 3
+    assert len(scores) == 4
     assert "AUROC" in capsys.readouterr().out
     if pretrained:
         assert scores["one sample, bfp8"]["bytes"] < 60_000  # of 22.7 million weights
