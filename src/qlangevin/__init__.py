@@ -17,7 +17,9 @@ from .quantization.qtensor import QTensor, encode
 from .quantization.random import Key
 from .sampling.loader import Loader
 from .sampling.packing import pack, unpack
+from .sampling.preconditioner import RMS
 from .sampling.schedules import ConstantLR, CyclicalLR, LinearDecayLR, StepDecayLR
+from .sampling.sghmc import SGHMC
 from .sampling.sgld import SGLD
 from .storage.checkpoint import load_checkpoint, save_checkpoint
 from .storage.files import DamagedError
@@ -34,6 +36,8 @@ __all__ = [
     "FP8_E5M2",
     "FP16",
     "FP32",
+    "RMS",
+    "SGHMC",
     "SGLD",
     "BlockFloat",
     "ConstantLR",

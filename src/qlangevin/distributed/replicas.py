@@ -18,7 +18,7 @@ from .. import lowering
 from .._validate import check_integer
 from ..quantization.formats import FP32, Format
 from ..quantization.qtensor import QTensor
-from ..sampling.sgld import SGLD
+from ..sampling.sampler import Sampler
 from ..storage import model_tensors
 from ..storage.manifest import count_steps, provenance
 from .ranks import agree, equal_on_all, gather, report_missing_rank
@@ -37,7 +37,7 @@ class ReplicasDifferError(RuntimeError):
 
 def replicate(
     model: nn.Module,
-    sampler: SGLD,
+    sampler: Sampler,
     *,
     wire: str | Format | Wire | None = None,
     every: int = 100,
@@ -92,7 +92,7 @@ def _raise_on_all(action: Callable[[], T], group: Any) -> T:
 
 
 def _prepare(
-    model: nn.Module, sampler: SGLD, wire: str | Format | Wire | None, every: int, group: Any
+    model: nn.Module, sampler: Sampler, wire: str | Format | Wire | None, every: int, group: Any
 ) -> tuple[Wire | None, Watch]:
     """Check the arguments of `replicate`; return the communication hook, if there is one, and the watch."""
     _check_parameters(model, sampler)
@@ -102,7 +102,7 @@ def _prepare(
     return hook, Watch(model, sampler, every, group)
 
 
-def _check_parameters(model: nn.Module, sampler: SGLD) -> None:
+def _check_parameters(model: nn.Module, sampler: Sampler) -> None:
     """Raise ValueError for a model that DDP cannot replicate, or parameters that the sampler does not step after backward."""
     stepped = {id(p) for g in sampler.param_groups for p in g["params"]}
     for name, p in model.named_parameters():
@@ -114,7 +114,7 @@ def _check_parameters(model: nn.Module, sampler: SGLD) -> None:
         raise ValueError("step_in_backward would step before the gradients of all ranks are added up; leave it out")
 
 
-def _settings(model: nn.Module, sampler: SGLD, wire: Wire | None) -> dict[str, Any]:
+def _settings(model: nn.Module, sampler: Sampler, wire: Wire | None) -> dict[str, Any]:
     """Return, as JSON, everything that must be equal on all ranks."""
     return {
         **provenance(sampler, None),
@@ -130,7 +130,7 @@ def _settings(model: nn.Module, sampler: SGLD, wire: Wire | None) -> dict[str, A
     }
 
 
-def _send_accumulators(sampler: SGLD, group: Any) -> None:
+def _send_accumulators(sampler: Sampler, group: Any) -> None:
     """Send the accumulators of rank 0 to all ranks, as DDP does with the weights."""
     for p, state in sampler.state.items():
         if "accumulator" in state:
@@ -145,7 +145,7 @@ class Watch:
     parameter and accumulator.
     """
 
-    def __init__(self, model: nn.Module, sampler: SGLD, every: int = 100, group: Any = None) -> None:
+    def __init__(self, model: nn.Module, sampler: Sampler, every: int = 100, group: Any = None) -> None:
         self.model, self.sampler, self.group = model_tensors.unwrap(model), sampler, group
         self.every, self.steps = check_integer("every", every, 0), 0
 

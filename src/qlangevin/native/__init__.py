@@ -26,9 +26,9 @@ from torch import Tensor
 
 from .._warnings import warn
 from ..quantization import backend
-from ..quantization.backend import TensorStep
+from ..quantization.backend import Dynamics, TensorStep
 from ..quantization.code_memory import check_storage, describe_memory
-from ..quantization.formats import FP32, Format, KernelGrid, fit_dtype
+from ..quantization.formats import FP32, Format, KernelGrid, fit_dtype, parse
 from ..quantization.operators import Rounding
 from ..quantization.qtensor import QTensor
 from ..quantization.random import Key
@@ -206,15 +206,19 @@ def first_not_finite(tensors: list[Tensor]) -> int:
 
 def sgld(
     tensors: Sequence[TensorStep], *, weights: Format | None, gradients: Format | None, accumulator: Format | None,
-    rounding: str, lr: float, weight_decay: float, variance: float, maximize: bool,
+    rounding: str, lr: float, weight_decay: float, variance: float, maximize: bool, dynamics: Dynamics | None = None,
 ) -> None:  # fmt: skip
-    """Take one SGLD step of several tensors in place, in one call; see `qlangevin.sampling.step` for the equation.
+    """Take one step of several tensors in place, in one call; see `qlangevin.sampling.update` for the equations.
 
     Tensors are contiguous, numbers or codes with a byte or more for each; accumulators are float32. A QTensor has a format of its
     own in place of ``weights``.
     """
+    steps = [_kernel_step(t, weights, gradients, accumulator) for t in tensors]
+    if dynamics is not None:
+        for t, step in zip(tensors, steps, strict=True):
+            _add_beside(step, t, dynamics)
     kernels.sgld(
-        [_kernel_step(t, weights, gradients, accumulator) for t in tensors],
+        steps,
         rounding=_number(rounding), lr=lr, weight_decay=weight_decay, variance=variance, maximize=maximize,
         threads=torch.get_num_threads(),
     )  # fmt: skip
@@ -239,6 +243,36 @@ def _kernel_step(
         numel=t.gradient.numel(), seed=t.key.seed, stream=t.key.stream, step=t.key.step,
         weights=grid(weights, shape), gradients=grid(gradients, shape), accumulators=grid(accumulator, shape),
     )  # fmt: skip
+
+
+def _add_beside(step: kernels.Step, t: TensorStep, dynamics: Dynamics) -> None:
+    """Hand over what a step has beside weights and gradient."""
+    shape, rms = t.gradient.shape, dynamics.rms
+    if t.center is not None:
+        step.set_center(_kept(t.center, None, shape), pull=dynamics.pull)
+    if t.mask is not None:
+        step.set_mask(_memory(t.mask, torch.uint8, None))
+    if t.moments is not None and rms is not None:
+        scale = t.moments.scale
+        step.set_moments(
+            _kept(t.moments.values, parse(rms.format), shape), decay=rms.decay, fresh=1 - rms.decay, eps=rms.eps, scale=scale,
+            unscale=1 / scale, frozen=rms.is_frozen(t.key.step),
+        )  # fmt: skip
+    if t.velocity is not None:
+        name, key = dynamics.velocity_format(t.theta), t.velocity.key
+        step.set_velocity(
+            _kept(t.velocity.values, None if name is None else parse(name), shape), seed=key.seed, stream=key.stream,
+            step=key.step, coefficients=list(dynamics.underdamped(t.velocity.unit)),
+        )  # fmt: skip
+
+
+def _kept(values: Tensor, format: Format | None, shape: torch.Size) -> tuple[Any, ...]:
+    """Return numbers, codes, exponents, bytes of a code and grid of a tensor that a step keeps beside the weights."""
+    if not isinstance(values, QTensor):
+        return _numbers(values, shape), None, None, 0, grid(format, shape)
+    codes = values.unpacked()
+    exponents = None if values.exponents is None else _memory(values.exponents, torch.int8, None)
+    return None, _memory(codes, codes.dtype, shape), exponents, codes.itemsize, grid(values.format, shape)
 
 
 # ---- tensors as memory

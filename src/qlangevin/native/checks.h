@@ -60,7 +60,7 @@ inline qlangevin::Rounding checked_rounding(int rounding) {
 }
 
 inline qlangevin::Purpose checked_purpose(uint32_t purpose) {
-    require(purpose <= qlangevin::kCoin, "there is no purpose number ", purpose);
+    require(purpose <= qlangevin::kMoment, "there is no purpose number ", purpose);
     return qlangevin::Purpose(purpose);
 }
 
@@ -113,6 +113,21 @@ inline Codes checked_codes(const Buffer &codes, const Buffer &exponents, int cod
         case 4: return {checked<int32_t>("codes", codes, count), shared, 4};
     }
     throw std::invalid_argument("code_bytes must be 1, 2 or 4, got " + std::to_string(code_bytes));
+}
+
+// Returns numbers that are kept beside weights: of any floating type, or codes.
+inline qlangevin::Stored checked_stored(const char *name, const Buffer &numbers, const Buffer &codes, const Buffer &exponents, int code_bytes,
+                                        int64_t count, const Grid &grid) {
+    require(numbers.absent() != codes.absent() || count == 0, name, " must be numbers or codes, and not both");
+    qlangevin::Stored stored{};
+    stored.grid = grid;
+    if (!codes.absent()) {
+        stored.codes = checked_codes(codes, exponents, code_bytes, count, grid);
+        return stored;
+    }
+    const Floats floats = checked_floats_if_any(name, numbers, count);
+    stored.numbers = floats.address, stored.type = floats.type;
+    return stored;
 }
 
 // Refuses grids on which exponents leave the range of float32: kernels make 2^e by shifting.

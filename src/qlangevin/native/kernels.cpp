@@ -1,72 +1,7 @@
 // The kernels, compiled once for each instruction set; QL_LEVEL names it. See kernels.h for what each does.
-#include "blocks.h"
-#include "codes.h"
-#include "half.h"
+#include "dynamics.h"
 
 namespace {
-
-// ---- all formats: n elements at x, which begin at index `at` of the tensor, to out
-
-inline bool tiny(const Grid &grid) { return grid.min_gap < -100; }
-
-// The same if noise keeps gaps of floats far from the least.
-inline bool tiny(const Grid &grid, Same v) { return tiny(grid) && v.value < 0x1p-100f; }
-inline bool tiny(const Grid &grid, Each) { return tiny(grid); }
-
-void nearest(const float *x, float *out, int64_t n, const Grid &grid) {
-    switch (grid.kind) {
-        case Grid::kFixed: return nearest_fixed(x, out, n, grid);
-        case Grid::kFloat: return (tiny(grid) ? nearest_float<true> : nearest_float<false>)(x, out, n, grid);
-        case Grid::kBlock: return nearest_block(x, out, n, grid);
-        default: __builtin_memmove(out, x, std::size_t(n) * sizeof(float));
-    }
-}
-
-template <class M>
-void stochastic(M x, float *out, int64_t at, int64_t n, const Grid &grid, const Source &source, uint32_t purpose) {
-    Bits bits(source, purpose, Bits::kCentered, at + n);
-    switch (grid.kind) {
-        case Grid::kFixed: return stochastic_fixed(x, out, at, n, grid, bits);
-        case Grid::kFloat: return (tiny(grid) ? stochastic_float<true, M> : stochastic_float<false, M>)(x, out, at, n, grid, bits);
-        case Grid::kBlock: return corrected_block(x, Same{0.0f}, out, at, n, grid, bits, bits);
-        default: lanes(n, [=](int64_t i, auto part) { part.store(out + i, x.total(i, part)); });
-    }
-}
-
-// Adds sqrt(v) xi to x.
-template <class V>
-void add_noise(const float *x, V v, float *out, int64_t at, int64_t n, const Source &source) {
-    Bits normal(source, kNoise, Bits::kNormal, at + n);
-    with_bits(at, n, normal, nullptr, [=](int64_t i, auto part, F xi, F) {
-        part.store(out + i, part.load(x + i) + root(v.at(i, part)) * xi);
-    });
-}
-
-// All there is to Q^vc at full precision. A drift is small, so it meets the noise first.
-template <class V>
-void corrected_none(Whole mu, V v, float *out, int64_t at, int64_t n, const Source &source) {
-    add_noise(mu.start, v, out, at, n, source);
-}
-
-template <class V>
-void corrected_none(Moved mu, V v, float *out, int64_t at, int64_t n, const Source &source) {
-    Bits normal(source, kNoise, Bits::kNormal, at + n);
-    with_bits(at, n, normal, nullptr, [=](int64_t i, auto part, F xi, F) {
-        part.store(out + i, part.load(mu.start + i) + (part.load(mu.move + i) + root(v.at(i, part)) * xi));
-    });
-}
-
-template <class M, class V>
-void corrected(M mu, V v, float *out, int64_t at, int64_t n, const Grid &grid, const Source &source) {
-    if (grid.kind == Grid::kNone) return corrected_none(mu, v, out, at, n, source);
-    Bits centered(source, kRounding, Bits::kCentered, at + n), normal(source, kNoise, Bits::kNormal, at + n);
-    switch (grid.kind) {
-        case Grid::kFixed: return corrected_fixed(mu, v, out, at, n, grid, centered, normal);
-        case Grid::kFloat:
-            return (tiny(grid, v) ? corrected_float<true, M, V> : corrected_float<false, M, V>)(mu, v, out, at, n, grid, centered, normal);
-        default: return corrected_block(mu, v, out, at, n, grid, centered, normal);
-    }
-}
 
 // ---- the table of kernels, see kernels.h
 
@@ -91,38 +26,20 @@ bool quantize_range(const Quantize &q, int64_t begin, int64_t end) {
     return !q.codes.codes || encode_inside({q.out, q.codes, q.grid}, begin, end);  // while it is in the cache
 }
 
-// The update of one range in place, on the grid of the weights or of their accumulator. The drift is kept apart from theta.
-void update(const Step &s, const Grid &grid, float *theta, float *drift, int64_t begin, int64_t n) {
-    const float *g = s.gradient + begin;
-    if (s.gradients.kind != Grid::kNone) {
-        stochastic(Whole{g}, drift, begin, n, s.gradients, s.source, kGradient);
-        g = drift;
-    }
-    lanes(n, [=, sign = s.maximize ? -1.0f : 1.0f, rate = -s.lr, decay = s.weight_decay](int64_t i, auto part) {
-        part.store(drift + i, rate * (sign * part.load(g + i) + decay * part.load(theta + i)));
-    });
-    const Moved mu{theta, drift};
-    if (s.rounding == kCorrected) return corrected(mu, Same{s.variance}, theta, begin, n, grid, s.source);
-    if (s.variance > 0.0f) add_noise(drift, Same{s.variance}, drift, begin, n, s.source);
-    if (s.rounding == kStochastic) return stochastic(mu, theta, begin, n, grid, s.source, kRounding);
-    lanes(n, [=](int64_t i, auto part) { part.store(drift + i, mu.total(i, part)); });
-    nearest(drift, theta, n, grid);
-}
-
 void step_range(const Step &s, int64_t begin, int64_t end, float *scratch) {
     const int64_t n = end - begin;
-    float *drift = scratch, *work = scratch + n;
+    float *work = scratch, *rest = scratch + n;
     const Recode recode{work - begin, s.codes, s.weights};
     if (s.accumulator) {
         float *accumulator = s.accumulator + begin, *theta = s.theta ? s.theta + begin : work;
-        update(s, s.accumulators, accumulator, drift, begin, n);
+        update(s, s.accumulators, accumulator, rest, begin, n);
         if (s.rounding == kNearest) nearest(accumulator, theta, n, s.weights);
         else stochastic(Whole{accumulator}, theta, begin, n, s.weights, s.source, kWeight);
     } else if (s.theta) {
-        update(s, s.weights, s.theta + begin, drift, begin, n);
+        update(s, s.weights, s.theta + begin, rest, begin, n);
     } else {
         decode_range(recode, begin, end);
-        update(s, s.weights, work, drift, begin, n);
+        update(s, s.weights, work, rest, begin, n);
     }
     if (!s.theta) encode_range(recode, begin, end);
 }

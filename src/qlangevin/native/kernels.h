@@ -22,7 +22,7 @@ struct Source {
 };
 // These are numbers of quantization/random.py and of `Rounding` in quantization/operators.py; a test compares them.
 enum Purpose : uint32_t {
-    kRounding, kNoise, kChoice, kGradient, kWeight, kLeftover, kActivation, kError, kActivationRest, kErrorRest, kCoin
+    kRounding, kNoise, kChoice, kGradient, kWeight, kLeftover, kActivation, kError, kActivationRest, kErrorRest, kCoin, kMoment
 };
 enum Rounding : int32_t { kNearest, kStochastic, kCorrected };
 
@@ -50,7 +50,33 @@ struct Quantize {
     Codes codes;             // of the result, if not null
 };
 
-// One tensor of an SGLD step: theta' = Q(theta + drift, variance), drift = -lr (Q_G(g) + wd theta). Addresses of what is absent are null.
+// Numbers that a step keeps beside the weights: of any floating type, or codes; null if there are none. They are on the grid.
+struct Stored {
+    void *numbers;
+    FloatType type;
+    Codes codes;
+    Grid grid;
+};
+
+// Running means of squared gradients times scale², and how they change: `RMS` of sampling/preconditioner.py.
+struct Moments {
+    Stored values;
+    float decay, fresh, eps, scale, unscale;  // fresh = 1 - decay, unscale = 1 / scale
+    bool frozen;
+};
+
+// Coefficients of sampling/underdamped.py.
+struct Underdamped {
+    float fade, kick, carry, push, follow, velocity_variance, variance;
+};
+
+struct Velocity {
+    Stored values;
+    Source source;
+    Underdamped coefficients;
+};
+
+// One tensor of a step, of SGLD or with a velocity of SGHMC: see sampling/update.py. Addresses of what is absent are null.
 struct Step {
     float *theta;  // numbers, or null if `codes` hold them
     Codes codes;
@@ -63,6 +89,12 @@ struct Step {
     Rounding rounding;
     float lr, weight_decay, variance;
     bool maximize;
+    // what is beside the weights
+    Stored center;
+    float pull;  // γ/N, towards the center
+    const uint8_t *mask;  // a bit an element: 0 does not move
+    Moments moments;
+    Velocity velocity;
 };
 
 struct Recode {
@@ -71,7 +103,8 @@ struct Recode {
     Grid grid;
 };
 
-// The kernels of one instruction set. Each works on the elements begin .. end of a tensor, whole lines of its grids; scratch holds twice as many floats.
+// The kernels of one instruction set. Each works on the elements begin .. end of a tensor, whole lines of its grids; scratch holds
+// `scratch_of` floats for each.
 struct Kernels {
     const char *name;
     bool (*quantize)(const Quantize &, int64_t begin, int64_t end);  // false if something in the result has no code

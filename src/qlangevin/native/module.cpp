@@ -83,6 +83,33 @@ void make_step(TypedStep *self, const Buffer &theta, const Buffer &codes, const 
     s->source = source(seed, stream, step);
 }
 
+// The numbers that a step keeps beside the weights, as Python hands them over: numbers or codes, and their grid.
+Stored stored(const char *name, const nb::tuple &kept, int64_t numel) {
+    require(kept.size() == 5, name, " must be numbers, codes, exponents, bytes of a code and a grid");
+    const Grid &grid = nb::cast<const Grid &>(kept[4]);
+    check_lines(grid, numel);
+    return checked_stored(name, nb::cast<Buffer>(kept[0]), nb::cast<Buffer>(kept[1]), nb::cast<Buffer>(kept[2]), nb::cast<int>(kept[3]), numel, grid);
+}
+
+void set_center(TypedStep &t, const nb::tuple &kept, float pull) {
+    check_finite("pull", pull);
+    t.step.center = stored("center", kept, t.step.numel), t.step.pull = pull;
+}
+
+void set_mask(TypedStep &t, const Buffer &mask) { t.step.mask = checked<const uint8_t>("mask", mask, (t.step.numel + 7) / 8); }
+
+void set_moments(TypedStep &t, const nb::tuple &kept, float decay, float fresh, float eps, float scale, float unscale, bool frozen) {
+    for (const float x : {decay, fresh, eps, scale, unscale}) check_finite("a number of the preconditioner", x);
+    t.step.moments = {stored("moments", kept, t.step.numel), decay, fresh, eps, scale, unscale, frozen};
+}
+
+void set_velocity(TypedStep &t, const nb::tuple &kept, uint64_t seed, uint64_t stream, uint64_t step, const std::vector<float> &c) {
+    require(c.size() == 7, "a step with velocities has seven coefficients, got ", c.size());
+    for (const float x : c) check_finite("a coefficient of a step with velocities", x);
+    check_variance(c[5]), check_variance(c[6]);
+    t.step.velocity = {stored("velocity", kept, t.step.numel), source(seed, stream, step), {c[0], c[1], c[2], c[3], c[4], c[5], c[6]}};
+}
+
 void sgld(std::vector<TypedStep> steps, int rounding, float lr, float weight_decay, float variance, bool maximize, int threads) {
     check_call(0, threads);
     check_finite("lr", lr);
@@ -93,7 +120,7 @@ void sgld(std::vector<TypedStep> steps, int rounding, float lr, float weight_dec
     for (TypedStep &typed : steps) {
         Step &s = typed.step;
         s.rounding = law, s.lr = lr, s.weight_decay = weight_decay, s.variance = variance, s.maximize = maximize;
-        plan.add(s.numel, checked_unit({&s.weights, &s.gradients, &s.accumulators}, s.numel));
+        plan.add(s.numel, checked_unit({&s.weights, &s.gradients, &s.accumulators, &s.center.grid, &s.moments.values.grid, &s.velocity.values.grid}, s.numel));
     }
     plan.run(threads, [&] {
         return [&, scratch = std::unique_ptr<float[]>(), size = int64_t(0)](const Range &r) mutable {
@@ -220,7 +247,11 @@ NB_MODULE(_kernels, m) {
     nb::class_<TypedStep>(m, "Step").def(
         "__init__", &make_step, nb::kw_only(), "theta"_a.none(), "codes"_a.none(), "exponents"_a.none(), "code_bytes"_a,
         "accumulator"_a.none(), "gradient"_a, "numel"_a, "weights"_a, "gradients"_a, "accumulators"_a, "seed"_a, "stream"_a,
-        "step"_a);
+        "step"_a)
+        .def("set_center", &set_center, "kept"_a, nb::kw_only(), "pull"_a)
+        .def("set_mask", &set_mask, "mask"_a)
+        .def("set_moments", &set_moments, "kept"_a, nb::kw_only(), "decay"_a, "fresh"_a, "eps"_a, "scale"_a, "unscale"_a, "frozen"_a)
+        .def("set_velocity", &set_velocity, "kept"_a, nb::kw_only(), "seed"_a, "stream"_a, "step"_a, "coefficients"_a);
     m.def("levels", &levels);
     m.def("level", [] { return std::string(kernels->name); });
     m.def("use_level", &use_level);
@@ -252,6 +283,7 @@ NB_MODULE(_kernels, m) {
     purposes["activation_rest"] = int(kActivationRest);
     purposes["error_rest"] = int(kErrorRest);
     purposes["coin"] = int(kCoin);
+    purposes["moment"] = int(kMoment);
     types["float32"] = int(kFloat32);
     types["bfloat16"] = int(kBFloat16);
     types["float16"] = int(kFloat16);

@@ -39,7 +39,12 @@ struct TypedStep {
     Step step;
     Floats theta, gradient;
 
-    int64_t scratch_per_element() const { return theta.is_half() ? 3 : 2; }
+    // Floats that a step needs for each element: theta, drift, and what is beside them.
+    int64_t own_scratch() const {
+        const bool beside = step.mask || is_there(step.center) || is_there(step.moments.values);
+        return is_there(step.velocity.values) ? 7 : beside ? 4 : 2;
+    }
+    int64_t scratch_per_element() const { return own_scratch() + (theta.is_half() ? 1 : 0); }
 
     // Steps the elements of a range; scratch holds `scratch_per_element` floats for each.
     void run(const Range &r, float *scratch) const {
@@ -47,16 +52,19 @@ struct TypedStep {
         Step s = step;
         s.theta = theta.wide(), s.gradient = gradient.wide();
         if (gradient.is_half()) {  // widened where the drift will be, which is made of it element by element
-            kernels->widen(gradient.half() + r.begin, gradient.type, scratch, n);
-            s.gradient = scratch - r.begin;
+            kernels->widen(gradient.half() + r.begin, gradient.type, scratch + n, n);
+            s.gradient = scratch + n - r.begin;
         }
         if (!theta.is_half()) return kernels->step(s, r.begin, r.end, scratch);
-        float *wide = scratch + 2 * n;
+        float *wide = scratch + own_scratch() * n;
         if (!s.accumulator) kernels->widen(theta.half() + r.begin, theta.type, wide, n);
         s.theta = wide - r.begin;
         kernels->step(s, r.begin, r.end, scratch);
         kernels->narrow(wide, theta.type, theta.half() + r.begin, n);
     }
+
+  private:
+    static bool is_there(const qlangevin::Stored &s) { return s.numbers || s.codes.codes; }
 };
 
 }  // namespace

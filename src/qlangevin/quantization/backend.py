@@ -18,7 +18,33 @@ from torch import Tensor
 from .formats import Format
 from .random import Key
 
-__all__ = ["Kernels", "TensorStep", "is_deferred", "kernels_for", "offer", "register", "suspended", "unregister"]
+__all__ = [
+    "Kernels",
+    "Moments",
+    "TensorStep",
+    "Velocity",
+    "is_deferred",
+    "kernels_for",
+    "offer",
+    "register",
+    "suspended",
+    "unregister",
+]
+
+
+class Moments(NamedTuple):
+    """Running means of squared gradients, in units of 1/scale²: numbers of any dtype, or a QTensor."""
+
+    values: Tensor
+    scale: float
+
+
+class Velocity(NamedTuple):
+    """Velocities in a unit: numbers of any dtype, or a QTensor; and the random bits of their own that they are drawn with."""
+
+    values: Tensor
+    unit: float
+    key: Key
 
 
 class TensorStep(NamedTuple):
@@ -28,6 +54,36 @@ class TensorStep(NamedTuple):
     gradient: Tensor
     key: Key
     accumulator: Tensor | None = None  # takes the update in theta's place; then theta = Q_W(accumulator)
+    center: Tensor | None = None  # w0 of the localization: numbers of any dtype, or a QTensor
+    mask: Tensor | None = None  # a bit a weight, in uint8; weights whose bit is 0 do not move
+    moments: Moments | None = None  # of the preconditioner
+    velocity: Velocity | None = None  # of underdamped dynamics
+
+    @property
+    def is_plain(self) -> bool:
+        """True if the step has nothing beside weights, gradient and accumulator."""
+        return self.center is None and self.mask is None and self.moments is None and self.velocity is None
+
+
+class Rms(Protocol):
+    """A preconditioner as kernels see it; see `sampling.preconditioner`."""
+
+    decay: float
+    eps: float
+    format: Any
+
+    def is_frozen(self, step: int) -> bool: ...
+
+
+class Dynamics(Protocol):
+    """Settings of a step that is more than SGLD's, as kernels see them; see `sampling.settings`."""
+
+    @property
+    def pull(self) -> float: ...
+    @property
+    def rms(self) -> Rms | None: ...
+    def velocity_format(self, theta: Tensor) -> str | None: ...
+    def underdamped(self, unit: float) -> tuple[float, ...]: ...
 
 
 class Kernels(Protocol):

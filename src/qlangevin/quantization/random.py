@@ -29,7 +29,9 @@ WORD = 0xFFFFFFFF
 LANES, TILE = 16, 64
 
 # Purposes of a draw: one element of one step may need several independent numbers. Kernels have the same numbers.
-ROUNDING, NOISE, CHOICE, GRADIENT, WEIGHT, LEFTOVER, ACTIVATION, ERROR, ACTIVATION_REST, ERROR_REST, COIN = range(11)
+ROUNDING, NOISE, CHOICE, GRADIENT, WEIGHT, LEFTOVER, ACTIVATION, ERROR, ACTIVATION_REST, ERROR_REST, COIN, MOMENT = (
+    range(12)
+)
 # Activations and errors are drawn most often. 16 random bits decide nearly all of them; those that follow are a purpose of
 # their own, so that kernels need not draw them elsewhere.
 NARROW = {ACTIVATION: ACTIVATION_REST, ERROR: ERROR_REST}

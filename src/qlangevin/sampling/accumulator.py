@@ -14,7 +14,7 @@ from ..quantization.formats import FP32, parse
 from ..quantization.qtensor import decoded_as
 from ..quantization.random import Key
 from .settings import StepSettings
-from .step import quantize_for
+from .update import quantize_for
 
 __all__ = ["begin_accumulator", "may_be_overwritten", "renew_accumulator", "weights_differ"]
 

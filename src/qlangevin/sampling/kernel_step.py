@@ -35,9 +35,17 @@ def step_kernels(theta: Tensor, gradient: Tensor | None, settings: StepSettings)
         return None
     memory = theta.codes if isinstance(theta, QTensor) else theta
     kernels = kernels_for(memory) if gradient is None else kernels_for(memory, gradient)
-    if kernels is None or theta.dtype == torch.float64:
+    if kernels is None or theta.dtype == torch.float64 or not _can_take(kernels, theta, settings):
         return None
     return kernels if memory is not theta or theta.dtype in kernels.floats else None
+
+
+def _can_take(kernels: Kernels, theta: Tensor, settings: StepSettings) -> bool:
+    """Return False for steps that are more than SGLD's on deferred kernels, and for velocities of which two share a byte."""
+    if settings.is_plain:
+        return True
+    velocity = None if settings.friction is None else settings.velocity_format(theta)
+    return not kernels.deferred and (velocity is None or parse(velocity).storage_bits > 4)
 
 
 def step_by_kernels(
@@ -49,13 +57,14 @@ def step_by_kernels(
     for i, t in enumerate(tensors):
         own = t.theta.dtype == torch.float32 or isinstance(t.theta, QTensor)
         calls.setdefault(s.weights if own else s.weights_format(t.theta), []).append(i)
+    dynamics = {} if s.is_plain else {"dynamics": s}
     for weights, chosen in calls.items():
         some = [tensors[i] for i in chosen]
         readable = [_make_readable(t, kernels.floats) for t in some]
         on_device = {} if counters is None else counters.pick(chosen)
         kernels.sgld(
             readable, weights=parse(weights) if weights else None, gradients=gradients, accumulator=accumulator,
-            rounding=s.rounding, lr=s.lr, weight_decay=s.weight_decay, variance=s.variance, maximize=s.maximize, **on_device,
+            rounding=s.rounding, lr=s.lr, weight_decay=s.weight_decay, variance=s.variance, maximize=s.maximize, **on_device, **dynamics,
         )  # fmt: skip
         for t, stepped in zip(some, readable, strict=True):
             _write_back(t.theta, stepped.theta)
@@ -66,7 +75,10 @@ def _make_readable(t: TensorStep, floats: frozenset[torch.dtype]) -> TensorStep:
     """Return the tensors as the kernels read them: contiguous, one code to a byte at most, of a dtype that they take."""
     gradient = readable_gradient(t.theta, t.gradient, floats)
     theta = one_code_a_byte(t.theta) if isinstance(t.theta, QTensor) else t.theta.contiguous()
-    return t if theta is t.theta and gradient is t.gradient else t._replace(theta=theta, gradient=gradient)
+    center = one_code_a_byte(t.center) if isinstance(t.center, QTensor) else t.center
+    if theta is t.theta and gradient is t.gradient and center is t.center:
+        return t
+    return t._replace(theta=theta, gradient=gradient, center=center)
 
 
 def readable_gradient(theta: Tensor, gradient: Tensor, floats: frozenset[torch.dtype]) -> Tensor:

@@ -16,7 +16,7 @@ from ..quantization.qtensor import QTensor, decoded, encode_rounded
 from .host_copy import has_no_numbers
 from .replacing import replace_parameters
 from .settings import parameter_key
-from .step import quantize_for
+from .update import quantize_for
 
 __all__ = ["pack", "unpack"]
 

@@ -1,22 +1,63 @@
-"""Saved states of a sampler: checked before they are loaded, and made fit to be saved."""
+"""Saved states of a sampler: tensors as plain ones, checked before they are loaded, and put back as they were kept.
+
+What a state keeps as codes is saved as two entries, ``NAME.codes`` and ``NAME.exponents``; its format is in the settings.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .._dtensor import local
+from ..quantization import operators
+from ..quantization.formats import parse
+from ..quantization.qtensor import QTensor
+from .beside import KEPT
 
-__all__ = ["check_states", "without_private"]
+__all__ = ["check_states", "from_saved", "tensors_in", "to_saved"]
 
 PRIVATE = ("version",)  # torch's version of the weights counts the writes of one process
+LIKE_WEIGHTS = ("accumulator", "gradient", "center", "moments", "velocity")  # one number for each weight
+CODES, EXPONENTS, FORMAT = ".codes", ".exponents", ".format"
 
 
-def without_private(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state of a parameter without what means nothing in another process."""
-    return {name: value for name, value in entry.items() if name not in PRIVATE}
+def to_saved(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the state of a parameter without what means nothing in another process, codes as plain tensors."""
+    saved: dict[str, Any] = {}
+    for name, value in entry.items():
+        if isinstance(value, QTensor):
+            saved |= {f"{name}{CODES}": value.codes, f"{name}{FORMAT}": str(value.format)}
+            saved |= {} if value.exponents is None else {f"{name}{EXPONENTS}": value.exponents}
+        elif name not in PRIVATE:
+            saved[name] = value
+    return saved
+
+
+def tensors_in(state: Mapping[str, Any]) -> list[str]:
+    """Return the names of the tensors in a saved state that are not of the parameter's dtype."""
+    return [
+        name
+        for name, value in state.items()
+        if isinstance(value, Tensor) and name.partition(".")[0] in (*KEPT, "accumulator")
+    ]
+
+
+def from_saved(state: dict[str, Any], tensors: Mapping[str, Tensor], p: Tensor) -> None:
+    """Put saved tensors into a state as a sampler keeps them: copies of their own, on the parameter's device."""
+    part = local(p)
+    moved = {name: t.detach().to(part.device, copy=True).contiguous() for name, t in tensors.items()}
+    for name, t in moved.items():
+        kept, _, piece = name.partition(".")
+        if not piece:
+            state[kept] = t.to(operators.working_dtype(p.dtype)) if kept == "accumulator" else t
+            continue
+        state.pop(name, None)
+        if f".{piece}" == CODES:
+            format, exponents = parse(state.pop(f"{kept}{FORMAT}")), moved.get(f"{kept}{EXPONENTS}")
+            state[kept] = QTensor(t, exponents, format, part.shape, torch.float32)
 
 
 def check_states(state_dict: Mapping[str, Any], params: Sequence[Tensor]) -> dict[Tensor, dict[str, Any]]:
@@ -28,8 +69,19 @@ def check_states(state_dict: Mapping[str, Any], params: Sequence[Tensor]) -> dic
     pairs = zip(saved, params, strict=False)  # torch refuses another number of parameters
     states = {p: state_dict["state"].get(i, {}) for i, p in pairs}
     for p, state in states.items():
-        for name in ("accumulator", "gradient"):
-            shape = tuple(state[name].shape) if name in state else tuple(local(p).shape)
-            if shape != tuple(local(p).shape):
-                raise ValueError(f"the saved {name} has shape {shape}, its parameter {tuple(local(p).shape)}")
+        _check_state(state, local(p).shape)
     return states
+
+
+def _check_state(state: Mapping[str, Any], shape: torch.Size) -> None:
+    for name in LIKE_WEIGHTS:
+        if name in state and tuple(state[name].shape) != tuple(shape):
+            raise ValueError(f"the saved {name} has shape {tuple(state[name].shape)}, its parameter {tuple(shape)}")
+        if f"{name}{CODES}" in state:
+            codes, exponents = state[f"{name}{CODES}"], state.get(f"{name}{EXPONENTS}")
+            try:
+                QTensor(codes, exponents, parse(state.get(f"{name}{FORMAT}")), shape, torch.float32)
+            except (AttributeError, TypeError, ValueError) as error:
+                raise ValueError(f"the saved {name} is damaged: {error}") from None
+    if "mask" in state and tuple(state["mask"].shape) != (-(-shape.numel() // 8),):
+        raise ValueError(f"the saved mask is not one of a parameter of shape {tuple(shape)}")

@@ -6,7 +6,7 @@ import json
 import math
 import numbers
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -19,10 +19,13 @@ from ..quantization.formats import BF16, FLOAT32_MAX, FP16, FP32, fit_dtype, par
 from ..quantization.operators import Algorithm, Rounding
 from ..quantization.qtensor import QTensor
 from ..quantization.random import Key
+from .preconditioner import RMS, parse_preconditioner
+from .underdamped import Underdamped, solve
 
-__all__ = ["FIELDS", "FORMATS", "StepSettings", "parameter_key", "settings_from_text"]
+__all__ = ["FIELDS", "FORMATS", "SETTINGS", "StepSettings", "parameter_key", "settings_from_text"]
 
-FORMATS = ("weights", "gradients", "accumulator")  # the settings that are formats
+FORMATS = ("weights", "gradients", "accumulator", "velocity")  # the settings that are formats
+VELOCITIES = 2**32 - 1  # in the place of a shard, of which there are fewer: the stream of velocities
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,12 @@ class StepSettings:
     maximize: bool = False
     seed: int = 0
     stream: int = 0
+    localization: float = 0.0  # γ: the energy γ/2 |θ - w0|² is added to U
+    box: float | None = None  # weights stay within this distance of w0
+    preconditioner: str | None = None  # `RMS` by name
+    friction: float | None = None  # of underdamped dynamics; None: there is no velocity
+    velocity: str | None = None  # None: the accumulator's format, else that of the weights
+    masked: bool = False  # some of the parameters have masks
 
     def __post_init__(self) -> None:
         count = self.num_data
@@ -64,9 +73,21 @@ class StepSettings:
         check_choice("rounding", self.rounding, ("nearest", "stochastic", "corrected"))
         check_choice("algorithm", self.algorithm, ("exact", "paper"))
         self._set("maximize", check_flag("maximize", self.maximize))
+        self._check_dynamics()
         key = Key(self.seed, self.stream)
         self._set("seed", key.seed)
         self._set("stream", key.stream)
+
+    def _check_dynamics(self) -> None:
+        self._set("localization", check_number("localization", self.localization, FLOAT32_MAX))
+        if self.box is not None and not check_number("box", self.box, FLOAT32_MAX) > 0:
+            raise ValueError("box must be a positive distance from the centre, got 0; leave it out for none")
+        if self.preconditioner is not None:
+            self._set("preconditioner", str(parse_preconditioner(self.preconditioner)))
+        if self.friction is not None and not check_number("friction", self.friction, FLOAT32_MAX) > 0:
+            raise ValueError("friction must be positive, got 0: without friction nothing forgets where a chain began")
+        if self.velocity is not None and self.friction is None:
+            raise ValueError("velocity is the format of SGHMC's velocities; SGLD has none")
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
@@ -84,6 +105,31 @@ class StepSettings:
         return 2 * self.lr * self.temperature / self.num_data
 
     @property
+    def pull(self) -> float:
+        """γ/N, the strength of the localization for the mean loss."""
+        return self.localization / self.num_data
+
+    @property
+    def rms(self) -> RMS | None:
+        """The preconditioner."""
+        return None if self.preconditioner is None else parse_preconditioner(self.preconditioner)
+
+    @property
+    def is_plain(self) -> bool:
+        """True if a step needs nothing beside weights, gradient and accumulator."""
+        beside = self.localization or self.masked or self.box is not None
+        return not (beside or self.preconditioner or self.friction is not None)
+
+    @property
+    def needs_center(self) -> bool:
+        return self.localization > 0 or self.box is not None
+
+    def underdamped(self, unit: float) -> Underdamped:
+        """Return the coefficients of a step with friction, for velocities in a unit."""
+        assert self.friction is not None
+        return solve(self.lr, self.friction, self.temperature / self.num_data, unit)
+
+    @property
     def noise_free_rounding(self) -> Rounding:
         """Rounding of numbers that have their noise already, μ + sqrt(v) ξ, or get none: weights from an accumulator."""
         return "nearest" if self.rounding == "nearest" else "stochastic"
@@ -96,9 +142,19 @@ class StepSettings:
         name = str(theta.format) if isinstance(theta, QTensor) else self.weights or _DTYPE_FORMATS.get(theta.dtype)
         return name if name is None or theta.dtype is torch.float32 else _fit_name(name, theta.dtype)
 
+    def velocity_format(self, theta: Tensor) -> str | None:
+        """Return the format of the velocities of a parameter; None for float64."""
+        if self.velocity or self.accumulator:
+            return self.velocity or self.accumulator
+        return self.weights_format(theta)
+
     def key_of(self, p: Tensor, index: int, step: int) -> Key:
         """Return the random bits of a parameter, or of the shard of it that this process has."""
         return parameter_key(self.seed, self.stream, index, step, shard_of(p))
+
+    def velocity_key_of(self, p: Tensor, index: int, step: int) -> Key:
+        """Return the random bits of a parameter's velocities."""
+        return parameter_key(self.seed, self.stream, index, step, (*shard_of(p), VELOCITIES))
 
     @cached_property
     def text(self) -> str:
@@ -112,6 +168,7 @@ def _fit_name(name: str, dtype: torch.dtype) -> str:
 
 
 FIELDS = tuple(StepSettings.__dataclass_fields__)
+SETTINGS = {f.name: None if f.default is MISSING else f.default for f in fields(StepSettings)}  # and their defaults
 _DTYPE_FORMATS = {torch.float32: str(FP32), torch.bfloat16: str(BF16), torch.float16: str(FP16)}
 
 

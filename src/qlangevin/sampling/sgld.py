@@ -1,46 +1,30 @@
-"""SGLD as a torch optimizer: settings, and the methods that users call; `stepping` walks the parameters, `step` has the update.
+"""SGLD as a torch optimizer: its settings; `sampler` has the methods that users call, `update` the equation.
 
 Every method of the paper is a choice of settings; ``temperature=0`` is SGD.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, overload
-
-import torch
-from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from .._dtensor import local
-from .._validate import check_flag
-from ..quantization import operators
 from ..quantization.formats import Format
 from ..quantization.operators import Algorithm, Rounding
-from ..quantization.qtensor import decoded
-from . import compiled
-from .checks import check_parameter, first_not_a_number
-from .grad_scale import divide_gradients, takes_scaled_gradients
-from .in_backward import drop_passes, read_options, refuse_pass
-from .interrupts import Uninterrupted
-from .prior import resolve_prior
-from .saved_state import check_states, without_private
-from .settings import FIELDS, StepSettings
-from .stepping import Plan, Stepper
-from .watch import count_saturated
+from .given import Center, Given
+from .preconditioner import RMS
+from .sampler import Sampler
 
 __all__ = ["SGLD"]
 
 
-class SGLD(Stepper):
+class SGLD(Sampler):
     """Low-precision stochastic gradient Langevin dynamics.
 
     A step takes the weights θ to
 
-        θ' = Q(θ - lr (Q_G(∇loss) + λ θ), v)    with noise of variance v = 2 lr T / N,
+        θ' = Q(θ - lr G (Q_G(∇loss) + λ θ + (γ/N)(θ - w0)), v)    with noise of variance v = 2 lr T G / N,
 
     where Q is Q^vc, or rounds after the noise was added (see ``rounding``). With an accumulator a, that is what takes the
-    step, and θ = Q_W(a).
+    step, and θ = Q_W(a). G is 1 without a preconditioner, γ is 0 without localization.
 
     Args:
         params: parameters, named parameters or groups; a group may override any setting. From here on they are on the
@@ -68,11 +52,17 @@ class SGLD(Stepper):
         accumulate: with ``step_in_backward``, step at the k-th backward pass, on the sum of k gradients (scale the loss by
             1/k for their mean), which takes the memory of one gradient for each parameter. ``step()`` after fewer passes
             steps on those.
+        localization: γ, adds the energy γ/2 |θ - w0|² to U: the chain stays near the centre w0.
+        center: w0: ``"initial"``, the weights as the chain begins with them, or tensors, as a sequence in the order of the
+            parameters or a mapping by name or parameter. Tensors are not copied: chains can share them.
+        center_format: keep the centre in this format, rounded to nearest; None: the initial weights in that of ``weights``,
+            which holds them exactly, tensors as they are.
+        mask: True where a weight moves, given like ``center``; the others have no drift and no noise, and are kept. A bit each.
+        box: weights that a step takes further than this from w0 are moved back to the edge of the box.
+        preconditioner: `qlangevin.RMS`, or ``"rms"``: a gain G for each weight from its squared gradients.
         max_grad_norm: with ``step_in_backward``, scale each parameter's own gradient down to this norm; not, as
             `torch.nn.utils.clip_grad_norm_` does, the gradients of all parameters together.
     """
-
-    checks_parameters = True
 
     def __init__(
         self,
@@ -94,180 +84,11 @@ class SGLD(Stepper):
         accumulate: int = 1,
         max_grad_norm: float | None = None,
         prior_std: float | None = None,
+        localization: float = 0.0,
+        center: Center = "initial",
+        center_format: str | Format | None = None,
+        mask: Given | None = None,
+        box: float | None = None,
+        preconditioner: str | RMS | None = None,
     ) -> None:
-        given = locals()
-        StepSettings.from_group({**given, "weight_decay": 0.0})  # num_data, before the prior is divided by it
-        prior = resolve_prior(given, {})
-        self.step_in_backward = check_flag("step_in_backward", step_in_backward)
-        defaults = {name: given[name] for name in FIELDS} | prior
-        defaults |= read_options(given, self.step_in_backward).to_group()
-        StepSettings.from_group(defaults)
-        self._begin_watching()
-        super().__init__(params, defaults)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters; those that require gradients are put on their grid at once."""
-        param_group = {**param_group, **resolve_prior(param_group, self.defaults)}
-        settings = StepSettings.from_group({**self.defaults, **param_group})
-        read_options({**self.defaults, **param_group}, self.step_in_backward)
-        self._settle()
-        super().add_param_group(param_group)
-        group = self.param_groups[-1]
-        try:
-            self._check_group(group, settings)
-            self._check_weights(group)
-        except (TypeError, ValueError):
-            self.param_groups.pop()
-            raise
-        for p in group["params"]:
-            with torch.no_grad():
-                self._state_of(p, settings)
-            self._attach_hook(p)
-        self._list_parameters()
-
-    def _check_weights(self, group: dict[str, Any]) -> None:
-        """Refuse weights that are not finite."""
-        with torch.no_grad():
-            bad = first_not_a_number(group["params"])
-        if bad >= 0:
-            name = self._name(group["params"][bad])
-            raise ValueError(f"{name} holds an infinity or a NaN; a chain must begin at finite weights")
-
-    def __getstate__(self) -> dict[str, Any]:
-        self.check()
-        return {**super().__getstate__(), "step_in_backward": self.step_in_backward}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._begin_watching()
-        for group in self.param_groups:
-            group.setdefault("stream", 0)  # absent from states that were saved before there were streams
-            for p in group["params"]:
-                self._attach_hook(p)
-        self._list_parameters()
-
-    # ---- the step
-
-    @overload
-    def step(self, closure: None = None) -> None: ...
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Take one step. A gradient that is not finite raises FloatingPointError, and nothing has changed.
-
-        With ``step_in_backward`` that holds for the gradients that are left: what has stepped in backward has stepped.
-
-        On a GPU the step does not wait for the device. If a gradient is not finite, that step and those after it change nothing,
-        and a later ``step()``, or `check`, raises the error; the chain goes on from where it was. A step captured in a CUDA
-        graph has the settings, ``lr`` among them, of the capture, and draws new random bits in each replay.
-
-        A `torch.amp.GradScaler` calls it by ``scaler.step(sampler)``, and skips the step if a gradient is not finite.
-        """
-        compiling = torch.compiler.is_compiling()
-        if not compiling:
-            self._hear(stacklevel=5)
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        if compiling:
-            compiled.trace_step(self)
-            return loss
-        found = self._find_gradients([p for group in self.param_groups for p in group["params"]])
-        gradients = divide_gradients(found, getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
-        if gradients is None:
-            return loss
-        early = self._step_all(gradients)
-        self._warn_of_passes("step() takes", early, stacklevel=6)  # torch wraps it twice
-        return loss
-
-    @property
-    def _step_supports_amp_scaling(self) -> bool:
-        """True if a GradScaler, which asks for it, is to leave it to `step` to divide the gradients."""
-        return takes_scaled_gradients(self.everyone, self.step_in_backward)
-
-    @torch.no_grad()
-    def step_one(self, p: Tensor) -> None:
-        """Take in the gradient of one parameter, and free it; step the parameter if that was the last backward pass."""
-        self._hear(stacklevel=5)
-        group, _ = self._places.find(self.param_groups, p)
-        settings, accumulate = StepSettings.from_group(group), read_options(group, self.step_in_backward).accumulate
-        check_parameter(p, settings)
-        if id(p) in self._stepped:
-            p.grad = None
-            refuse_pass(self._name(p), accumulate)
-        gradients, state = self._find_gradients([p]), self.state[p]
-        plans = self._check_gradients([Plan(gradients, group, settings)])
-        passes = state.get("passes", 0) + 1
-        if passes == accumulate:
-            self._look(plans[0])
-        with Uninterrupted():
-            p.grad = None
-            if passes < accumulate:
-                state.update(gradient=gradients[p], passes=passes)
-            else:
-                drop_passes(state)
-                self._stepped.add(id(p))
-                self._step_plans(plans)
-
-    @torch.no_grad()
-    def step_compiled(self, gradients: dict[Tensor, Tensor], thetas: dict[Tensor, Tensor]) -> None:
-        """Take one step with tensors that stand for the parameters and their gradients; the operator of `compiled` calls it."""
-        self._hear(stacklevel=5)
-        if self.step_in_backward:
-            raise RuntimeError(
-                "a sampler with step_in_backward=True cannot step inside of torch.compile: call step() outside of it"
-            )
-        self._thetas = thetas
-        try:
-            self._step_all(gradients)
-        finally:
-            self._thetas = {}
-
-    def check(self) -> None:
-        """Wait for all steps taken so far, and raise the error of a gradient that was not finite, if there was one.
-
-        On a GPU ``step()`` does not wait, so the error of a step is raised by a later one, or here: call it after the last step,
-        and before weights are used for anything else. `state_dict`, checkpoints and stores do so. The parameters are as
-        they were before the step that failed, and so are the numbers of steps. On CPUs it does nothing.
-        """
-        self._wait_for_counts()
-        self._watch.judge_sent(wait=True, stacklevel=3)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients. With ``step_in_backward`` it ends the step, and drops gradients that wait for more passes."""
-        if torch.compiler.is_compiling():
-            compiled.trace_zero_grad(self, set_to_none)
-            return
-        super().zero_grad(set_to_none)
-        if self.step_in_backward:
-            waiting = {p: state["passes"] for p, state in self.state.items() if "passes" in state}
-            self._end_passes(())
-            self._watch.conclude()
-            self._warn_of_passes("zero_grad() drops", waiting, stacklevel=4)
-
-    # ---- the rest of an optimizer
-
-    def saturated(self) -> int:
-        """Count the weights at an end of their format's range, where updates are clipped."""
-        groups = [(group["params"], StepSettings.from_group(group)) for group in self.param_groups]
-        each = [(local(p), settings) for params, settings in groups for p in params if p.requires_grad]
-        with torch.no_grad():
-            return sum(count_saturated(decoded(p), settings.weights_format(p)) for p, settings in each)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of the chain, without torch's versions of the weights: those count the writes of one process."""
-        self.check()
-        found = super().state_dict()
-        return {**found, "state": {i: without_private(each) for i, each in found["state"].items()}}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Resume a saved chain bit for bit. The caller loads the weights into the model, before or after."""
-        states = check_states(state_dict, [p for group in self.param_groups for p in group["params"]])
-        accumulators = {p: state["accumulator"] for p, state in states.items() if "accumulator" in state}
-        super().load_state_dict(state_dict)
-        for p, accumulator in accumulators.items():  # torch has cast them to the parameter's dtype
-            dtype = operators.working_dtype(p.dtype)
-            self.state[p]["accumulator"] = accumulator.detach().to(p.device, dtype, copy=True).contiguous()
-            self.state[p]["version"] = p._version  # so that the saved one counts, whenever the model is loaded
+        super().__init__(params, locals())

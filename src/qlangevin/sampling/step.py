@@ -1,70 +1,33 @@
-"""One step of Langevin dynamics: the update as a pure function of tensors, and the driver that steps many.
+"""One step of many tensors, in place, on either of two paths that agree bit for bit.
 
-`step_tensors` runs on two paths that agree bit for bit: `update` in plain PyTorch, which is the specification, and the fused
-kernels of the tensors' device. Plain tensors pass through the operator ``qlangevin::sgld_``, which is opaque to `torch.compile`.
+`update` has a step in plain PyTorch, which is the specification; `kernel_step` has the fused kernels of the tensors' device. Plain
+SGLD of plain tensors passes through the operator ``qlangevin::sgld_``, which is opaque to `torch.compile`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..quantization import operators, random
-from ..quantization.backend import Kernels, TensorStep
-from ..quantization.formats import parse
-from ..quantization.laws import Mean
-from ..quantization.operators import Rounding
+from ..quantization.backend import Kernels, Moments, TensorStep
 from ..quantization.qtensor import QTensor, decoded_as
-from ..quantization.random import Key
 from .host_copy import has_no_numbers
 from .kernel_step import check_shape, step_by_kernels, step_kernels
+from .masks import unpack_mask
+from .preconditioner import gain, next_moments
 from .settings import StepSettings, settings_from_text
+from .update import Beside, quantize_for, round_gradient, update, update_underdamped
 
-__all__ = ["quantize_for", "sgld_op", "step_tensors", "update"]
-
-
-def quantize_for(purpose: int, x: Tensor, format: str | None, rounding: Rounding, key: Key) -> Tensor:
-    """Round x to a format with the bits that `random` has for a purpose; without a format return x itself."""
-    if format is None:
-        return x
-    return cast(Tensor, operators.quantize_op(x, format, rounding, *operators.key_bits(key), purpose))
-
-
-def update(theta: Tensor, gradient: Tensor, settings: StepSettings, format: str | None, key: Key) -> Tensor:
-    """Return θ' on the grid of ``format`` (None: float64, no grid), as a new float32 or float64 tensor.
-
-    With learning rate lr, weight decay λ, noise variance v and standard normal ξ
-
-        δ  = -lr (Q_G(∇loss) + λ θ)
-        θ' = Q^vc(θ + δ, v)             rounding="corrected"    VC SGLDLP-L, Algorithms 1 and 4
-             Q^s(θ + (δ + sqrt(v) ξ))   rounding="stochastic"   naive SGLDLP-L
-             Q^d(θ + (δ + sqrt(v) ξ))   rounding="nearest"
-
-    The drift δ is never added to θ in float32 before θ is rounded: there it would lose its digits, or all of itself.
-    """
-    check_shape(theta, gradient)
-    dtype = operators.working_dtype(theta.dtype)
-    theta, gradient = decoded_as(theta, dtype), gradient.to(dtype)
-    g = quantize_for(random.GRADIENT, gradient, settings.gradients, "stochastic", key)
-    g = -g if settings.maximize else g
-    drift = -settings.lr * (g + settings.weight_decay * theta)
-    variance = torch.full((), settings.variance, dtype=dtype, device=theta.device)
-    if settings.rounding == "corrected" and format is not None:
-        return operators.draw(Mean(theta, drift), variance, parse(format), key, settings.algorithm)
-    if settings.variance > 0:
-        xi = random.normal(key, theta.numel(), device=theta.device).to(dtype).view(theta.shape)
-        drift = drift + random.root(variance) * xi
-    if format is None or settings.rounding == "nearest":
-        return quantize_for(random.ROUNDING, theta + drift, format, "nearest", key)
-    return operators.draw(Mean(theta, drift), torch.zeros_like(variance), parse(format), key)
+__all__ = ["read_beside", "sgld_op", "step_tensors"]
 
 
 def step_tensors(tensors: Sequence[TensorStep], settings: StepSettings) -> None:
     """Step plain and packed tensors in place, all with an accumulator or all without."""
-    plain = [t for t in tensors if not isinstance(t.theta, QTensor)]
+    plain = [t for t in tensors if not isinstance(t.theta, QTensor) and t.is_plain]
     if plain:
         sgld_op(
             [t.theta for t in plain],
@@ -74,7 +37,7 @@ def step_tensors(tensors: Sequence[TensorStep], settings: StepSettings) -> None:
             settings.text,
         )
     if len(plain) < len(tensors):
-        _step_each([t for t in tensors if isinstance(t.theta, QTensor)], settings)
+        _step_each([t for t in tensors if isinstance(t.theta, QTensor) or not t.is_plain], settings)
 
 
 @operators.operator("sgld_", mutates=("thetas", "accumulators"))
@@ -116,10 +79,48 @@ def _step_each(tensors: Sequence[TensorStep], settings: StepSettings) -> None:
 def _step_by_pytorch(t: TensorStep, settings: StepSettings) -> None:
     """Step one tensor in place: θ, or with an accumulator a the update of a, and then θ = Q_W(a)."""
     format = settings.weights_format(t.theta)
-    if t.accumulator is None:
-        t.theta.copy_(update(t.theta, t.gradient, settings, format, t.key))
+    target, grid = (t.theta, format) if t.accumulator is None else (t.accumulator, settings.accumulator)
+    beside = read_beside(t, settings)
+    if t.velocity is None:
+        target.copy_(update(target, t.gradient, settings, grid, t.key, beside))
     else:
-        t.accumulator.copy_(update(t.accumulator, t.gradient, settings, settings.accumulator, t.key))
+        formats, keys = (grid, settings.velocity_format(t.theta)), (t.key, t.velocity.key)
+        moved, velocity = update_underdamped(
+            target,
+            t.velocity.values,
+            t.gradient,
+            settings,
+            settings.underdamped(t.velocity.unit),
+            formats,
+            keys,
+            beside,
+        )
+        target.copy_(moved)
+        t.velocity.values.copy_(velocity)
+    if t.moments is not None:
+        _count_gradient(t, t.moments, settings)
+    if t.accumulator is not None:
         t.theta.copy_(quantize_for(random.WEIGHT, t.accumulator, format, settings.noise_free_rounding, t.key))
     if isinstance(t.theta, QTensor):
         torch.autograd.graph.increment_version(t.theta)  # a step on codes is a write of its own, on either path
+
+
+def read_beside(t: TensorStep, settings: StepSettings) -> Beside:
+    """Return what a step reads beside weights and gradient as numbers."""
+    dtype, rms = operators.working_dtype(t.theta.dtype), settings.rms
+    return Beside(
+        center=None if t.center is None else decoded_as(t.center, dtype),
+        gain=None
+        if t.moments is None or rms is None
+        else gain(decoded_as(t.moments.values, dtype), t.moments.scale, rms),
+        moving=None if t.mask is None else unpack_mask(t.mask, t.theta.shape),
+    )
+
+
+def _count_gradient(t: TensorStep, moments: Moments, settings: StepSettings) -> None:
+    """Take a gradient into the running mean of squares, unless that is frozen."""
+    rms = settings.rms
+    if rms is None or rms.is_frozen(t.key.step):
+        return
+    g = round_gradient(t.theta, t.gradient, settings, t.key)
+    moments.values.copy_(next_moments(decoded_as(moments.values, g.dtype), g, moments.scale, rms, t.key))

@@ -9,15 +9,17 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, NamedTuple, cast
 
+import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from .._dtensor import first_anywhere, local
 from ..quantization import random
 from ..quantization.backend import TensorStep
-from ..quantization.qtensor import QTensor
+from ..quantization.qtensor import QTensor, decoded_as
 from . import compiled, in_backward
 from .accumulator import begin_accumulator, may_be_overwritten, renew_accumulator, weights_differ
+from .beside import begin_beside, complete_step, prepare_step, rescale_moments
 from .checks import check_accumulator, check_gradient, check_parameter
 from .deferred import can_be_deferred, find_deferred, step_deferred
 from .device_counts import SamplerCounts
@@ -26,9 +28,11 @@ from .host_copy import has_no_numbers, is_capturing
 from .in_backward import drop_passes, read_options, total_gradient, warn_of_passes
 from .interrupts import Uninterrupted
 from .kernel_step import step_kernels
+from .masks import unpack_mask
 from .places import Places, name_parameter
 from .settings import FORMATS, StepSettings
-from .step import quantize_for, step_tensors
+from .step import step_tensors
+from .update import quantize_for
 from .watch import Watch, is_look
 
 __all__ = ["Plan", "Stepper"]
@@ -66,6 +70,7 @@ class Stepper(Optimizer):
         """
         self._stepped, self._watch, self._places = set[int](), Watch(), Places()
         self._counts, self._thetas = SamplerCounts(), dict[Tensor, Tensor]()
+        self._given = dict[Tensor, dict[str, Any]]()  # centres and masks of parameters that have not begun
         self.everyone = list[Tensor]()
         if not hasattr(self, "handle"):  # compiled code refers to it, also after a state was loaded
             self.handle = compiled.register(self)
@@ -87,7 +92,10 @@ class Stepper(Optimizer):
         state = cast(dict[str, Any], self.state[p])
         if "index" not in state:
             self._begin_state(p, state, settings)
-        elif settings.accumulator:
+            return state
+        if not settings.is_plain and (p.requires_grad or p.grad is not None):
+            begin_beside(local(p), state, settings, self._given.get(p, {}), self._watch.given)
+        if settings.accumulator:
             kept = state.get("accumulator")
             if kept is not None and not (kept.is_cpu and p.is_cpu):  # faster than to compare devices
                 check_accumulator(p, kept, self._name(p))
@@ -124,6 +132,11 @@ class Stepper(Optimizer):
         if settings.accumulator or not isinstance(part, QTensor):  # a packed one is on its grid
             format = settings.weights_format(part)
             part.copy_(quantize_for(random.WEIGHT, source, format, settings.noise_free_rounding, key))
+        if not settings.is_plain:
+            begin_beside(part, state, settings, self._given.get(p, {}), self._watch.given)
+            if settings.accumulator and "mask" in state:  # what does not move is what it is rounded to, at every step
+                moving = unpack_mask(state["mask"], part.shape)
+                state["accumulator"].copy_(torch.where(moving, source, decoded_as(part, source.dtype)))
         state["version"] = p._version
 
     # ---- the step
@@ -155,6 +168,7 @@ class Stepper(Optimizer):
                 later.append((dict(zip(plan.gradients, tensors, strict=True)), plan.settings))
             else:
                 step_tensors(tensors, plan.settings)
+                self._complete(plan, tensors)
         if late:
             step_deferred(later, self._counts)
             if not blind:
@@ -178,8 +192,18 @@ class Stepper(Optimizer):
             key = settings.key_of(p, state["index"], state["step"])
             accumulator = state["accumulator"] if settings.accumulator else None
             clipped = gradient if most is None else clip_to_norm(gradient, p, most, wait=not plan.late)
-            tensors.append(TensorStep(self._theta(p), clipped, key, accumulator))
+            step = TensorStep(self._theta(p), clipped, key, accumulator)
+            if not settings.is_plain:
+                velocity_key = settings.velocity_key_of(p, state["index"], state["step"])
+                step = prepare_step(step, state, settings, velocity_key)
+            tensors.append(step)
         return tensors
+
+    def _complete(self, plan: Plan, tensors: list[TensorStep]) -> None:
+        """Bring weights that have left their box back to it."""
+        if plan.settings.box is not None:
+            for p, t in zip(plan.gradients, tensors, strict=True):
+                complete_step(t, self.state[p], plan.settings)
 
     def _end_passes(self, stepped: Iterable[Tensor]) -> dict[Tensor, int]:
         """End a step in backward, of which `step` takes these parameters; return their passes, if none has had all of them."""
@@ -206,6 +230,7 @@ class Stepper(Optimizer):
             if is_look(step := self.state[p].get("step", 0) + 1) and not has_no_numbers(p):
                 theta, name = self._theta(p), self._name(p)
                 self._watch.look(theta, gradient, plan.settings, step, name, wait=not plan.late)
+                rescale_moments(self.state[p], plan.settings)
 
     # ---- steps that the host does not wait for
 

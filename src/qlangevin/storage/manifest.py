@@ -18,8 +18,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..quantization.formats import Format, check_holds, parse
+from ..sampling.sampler import Sampler
 from ..sampling.schedules import Schedule
-from ..sampling.sgld import SGLD
 from .files import DamagedError, Digest, parse_json, sha256
 from .tensor_file import DTYPES, Spec
 
@@ -207,7 +207,7 @@ def _group_settings(group: Mapping[str, Any]) -> dict[str, Any]:
 
 def count_steps(sampler: Optimizer) -> int:
     """Return the number of steps a sampler has made; wait for those that run on a device."""
-    if isinstance(sampler, SGLD):
+    if isinstance(sampler, Sampler):
         sampler.check()
     return max((int(state["step"]) for state in sampler.state.values() if "step" in state), default=0)
 
