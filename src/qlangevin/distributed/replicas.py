@@ -70,7 +70,7 @@ def replicate(
     setattr(inner, model_tensors.RANKS, dist.get_world_size(group))
     with report_missing_rank("when the first weights were sent"):
         replicated = DistributedDataParallel(model, process_group=group, **options)
-        _send_accumulators(sampler, group)
+        _send_states(sampler, group)
     if hook is not None:
         replicated.register_comm_hook(None, hook.hook)
     watch.check()
@@ -130,12 +130,20 @@ def _settings(model: nn.Module, sampler: Sampler, wire: Wire | None) -> dict[str
     }
 
 
-def _send_accumulators(sampler: Sampler, group: Any) -> None:
-    """Send the accumulators of rank 0 to all ranks, as DDP does with the weights."""
+KEPT = ("accumulator", "center", "moments", "velocity")  # of a parameter's state: what must be equal on all ranks
+
+
+def _send_states(sampler: Sampler, group: Any) -> None:
+    """Send the tensors in the states of rank 0 to all ranks, as DDP does with the weights."""
     for p, state in sampler.state.items():
-        if "accumulator" in state:
-            dist.broadcast(state["accumulator"], dist.get_global_rank(group, 0), group=group)
+        for t in (part for name in KEPT if name in state for part in _parts(state[name])):
+            dist.broadcast(t, dist.get_global_rank(group, 0), group=group)
             state["version"] = p._version
+
+
+def _parts(t: Tensor) -> list[Tensor]:
+    """Return the plain tensors that a tensor, packed or not, consists of."""
+    return [t] if not isinstance(t, QTensor) else [t.codes, *([] if t.exponents is None else [t.exponents])]
 
 
 class Watch:
@@ -173,8 +181,10 @@ class Watch:
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
         for name, p in self.model.named_parameters():
             yield f"parameter {name!r}", p.detach()
-            if "accumulator" in self.sampler.state.get(p, {}):
-                yield f"the accumulator of {name!r}", self.sampler.state[p]["accumulator"]
+            state = self.sampler.state.get(p, {})
+            for kept in KEPT:
+                if kept in state:
+                    yield f"the {kept} of {name!r}", state[kept]
 
 
 @torch.no_grad()
@@ -183,7 +193,7 @@ def checksum(t: Tensor) -> int:
 
     One changed word always changes it; other changes go unnoticed once in 2^64 times. It is computed on the tensor's device.
     """
-    parts = [t] if not isinstance(t, QTensor) else [t.codes, *([] if t.exponents is None else [t.exponents])]
+    parts = _parts(t)
     total = torch.zeros((), dtype=torch.int64, device=t.device)
     for part in parts:
         bytes_ = part.contiguous().view(-1).view(torch.uint8)

@@ -99,10 +99,10 @@ def complete_step(t: TensorStep, state: Mapping[str, Any], settings: StepSetting
         t.velocity.values.copy_(torch.where(hit, -u, u))
 
 
-def rescale_moments(state: dict[str, Any], settings: StepSettings) -> None:
-    """Take a smaller scale for moments that come near the end of their range."""
+def rescale_moments(state: dict[str, Any], gradient: Tensor, settings: StepSettings) -> None:
+    """Take a smaller scale for moments that come, or with this gradient will come, near the end of their range."""
     if (rms := settings.rms) is None or "moments" not in state or state["moments"].is_meta:
         return
-    if (found := rescale(state["moments"], state["moments_scale"], rms)) is not None:
+    if (found := rescale(state["moments"], gradient, state["moments_scale"], rms)) is not None:
         state["moments"].copy_(found[0])
         state["moments_scale"] = found[1]

@@ -70,7 +70,7 @@ def _check_center(given: Any, theta: Tensor) -> Tensor:
         raise ValueError("the centre is a view of a packed tensor; give all of it")
     if not bool(decoded_as(given.detach(), working_dtype(given.dtype)).isfinite().all()):
         raise ValueError("the centre holds an infinity or a NaN")
-    return given.detach()
+    return given.detach() if given.requires_grad else given
 
 
 def into_box(drawn: Tensor, center: Tensor, box: float, format: str | None) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,7 @@ V of a step is made of the gradients of earlier steps alone, so that G does not 
 first step, which has none before it, begins with V = g². Stochastic rounding keeps V unbiased in a format with two digits.
 
 Squares of gradients leave the range of 8-bit floats easily. So a tensor keeps V in units of its own: (g · scale)² with a power
-of two that is chosen from its first gradient, and halved when V comes near the end of the range.
+of two that is chosen from its first gradient, and lowered when a look now and then finds V near the end of the range.
 """
 
 from __future__ import annotations
@@ -123,13 +123,16 @@ def gain(moments: Tensor, scale: float, rms: RMS) -> Tensor:
     return 1.0 / (rms.eps + root(moments) * (1 / scale))
 
 
-def rescale(moments: Tensor, scale: float, rms: RMS) -> tuple[Tensor, float] | None:
-    """Return V, as a plain tensor, in units of a smaller scale; None if it is far from the end of its range."""
+def rescale(moments: Tensor, gradient: Tensor, scale: float, rms: RMS) -> tuple[Tensor, float] | None:
+    """Return V, as a plain tensor, and a smaller scale; None if V and the gradient are far from the end of the range."""
     values = decoded_as(moments, torch.float32)
-    high = parse(rms.format).high
-    if values.numel() == 0 or float(values.max()) < high / ROOM:
+    if values.numel() == 0:
         return None
-    return values * ROOM**-2, scale / ROOM
+    largest = max(float(values.max()), (float(gradient.detach().abs().max()) * scale) ** 2)
+    if largest < parse(rms.format).high / ROOM:
+        return None
+    smaller = min(scale / ROOM, choose_scale(gradient, rms))
+    return values * (smaller / scale) ** 2, smaller
 
 
 def _round(values: Tensor, rms: RMS, key: Key) -> Tensor:

@@ -19,7 +19,7 @@ from .grad_scale import divide_gradients, takes_scaled_gradients
 from .in_backward import drop_passes, read_options, refuse_pass
 from .interrupts import Uninterrupted
 from .prior import resolve_prior
-from .saved_state import check_states, from_saved, tensors_in, to_saved
+from .saved_state import check_states, from_saved, split_saved, to_saved
 from .settings import SETTINGS, StepSettings
 from .stepping import Plan, Stepper
 from .watch import count_saturated
@@ -222,9 +222,7 @@ class Sampler(Stepper):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Resume a saved chain bit for bit. The caller loads the weights into the model, before or after."""
         states = check_states(state_dict, [p for group in self.param_groups for p in group["params"]])
-        tensors = {p: {name: state[name] for name in tensors_in(state)} for p, state in states.items()}
-        super().load_state_dict(state_dict)
-        for p, saved in tensors.items():
-            if saved:  # torch has cast them to the parameter's dtype
-                from_saved(self.state[p], saved, p)
+        super().load_state_dict(split_saved(state_dict))
+        for p, saved in states.items():
+            if saved and from_saved(self.state[p], saved, p):
                 self.state[p]["version"] = p._version  # so that the saved ones count, whenever the model is loaded

@@ -17,7 +17,7 @@ from ..quantization.formats import parse
 from ..quantization.qtensor import QTensor
 from .beside import KEPT
 
-__all__ = ["check_states", "from_saved", "tensors_in", "to_saved"]
+__all__ = ["check_states", "from_saved", "split_saved", "to_saved"]
 
 PRIVATE = ("version",)  # torch's version of the weights counts the writes of one process
 LIKE_WEIGHTS = ("accumulator", "gradient", "center", "moments", "velocity")  # one number for each weight
@@ -36,28 +36,31 @@ def to_saved(entry: Mapping[str, Any]) -> dict[str, Any]:
     return saved
 
 
-def tensors_in(state: Mapping[str, Any]) -> list[str]:
-    """Return the names of the tensors in a saved state that are not of the parameter's dtype."""
-    return [
-        name
-        for name, value in state.items()
-        if isinstance(value, Tensor) and name.partition(".")[0] in (*KEPT, "accumulator")
-    ]
+def split_saved(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a saved state without the entries that torch would cast to the parameter's dtype: those of `from_saved`."""
+    rest = {i: {k: v for k, v in state.items() if not _is_kept(k)} for i, state in state_dict["state"].items()}
+    return {**state_dict, "state": rest}
 
 
-def from_saved(state: dict[str, Any], tensors: Mapping[str, Tensor], p: Tensor) -> None:
-    """Put saved tensors into a state as a sampler keeps them: copies of their own, on the parameter's device."""
-    part = local(p)
-    moved = {name: t.detach().to(part.device, copy=True).contiguous() for name, t in tensors.items()}
+def _is_kept(name: str) -> bool:
+    return name.partition(".")[0] in (*KEPT, "accumulator")
+
+
+def from_saved(state: dict[str, Any], saved: Mapping[str, Any], p: Tensor) -> bool:
+    """Put saved tensors into a state as a sampler keeps them: copies of their own, on the parameter's device.
+
+    Return True if there are any.
+    """
+    part, kept = local(p), [name for name in saved if _is_kept(name)]
+    moved = {n: saved[n].detach().to(part.device, copy=True).contiguous() for n in kept if isinstance(saved[n], Tensor)}
     for name, t in moved.items():
-        kept, _, piece = name.partition(".")
+        owner, _, piece = name.partition(".")
         if not piece:
-            state[kept] = t.to(operators.working_dtype(p.dtype)) if kept == "accumulator" else t
-            continue
-        state.pop(name, None)
-        if f".{piece}" == CODES:
-            format, exponents = parse(state.pop(f"{kept}{FORMAT}")), moved.get(f"{kept}{EXPONENTS}")
-            state[kept] = QTensor(t, exponents, format, part.shape, torch.float32)
+            state[owner] = t.to(operators.working_dtype(p.dtype)) if owner == "accumulator" else t
+        elif f".{piece}" == CODES:
+            format, exponents = parse(saved[f"{owner}{FORMAT}"]), moved.get(f"{owner}{EXPONENTS}")
+            state[owner] = QTensor(t, exponents, format, part.shape, torch.float32)
+    return bool(kept)
 
 
 def check_states(state_dict: Mapping[str, Any], params: Sequence[Tensor]) -> dict[Tensor, dict[str, Any]]:

@@ -22,9 +22,10 @@ from ..quantization.random import Key
 from .preconditioner import RMS, parse_preconditioner
 from .underdamped import Underdamped, solve
 
-__all__ = ["FIELDS", "FORMATS", "SETTINGS", "StepSettings", "parameter_key", "settings_from_text"]
+__all__ = ["FIELDS", "FORMATS", "NAMED", "SETTINGS", "StepSettings", "parameter_key", "settings_from_text"]
 
 FORMATS = ("weights", "gradients", "accumulator", "velocity")  # the settings that are formats
+NAMED = (*FORMATS, "preconditioner")  # the settings that groups keep by name
 VELOCITIES = 2**32 - 1  # in the place of a shard, of which there are fewer: the stream of velocities
 
 
@@ -103,6 +104,11 @@ class StepSettings:
     def variance(self) -> float:
         """Variance of the noise of one step."""
         return 2 * self.lr * self.temperature / self.num_data
+
+    @property
+    def push(self) -> float:
+        """The part of the learning rate that moves weights in the same step; velocities bring the rest later."""
+        return self.lr if self.friction is None else -self.underdamped(1.0).push
 
     @property
     def pull(self) -> float:

@@ -30,7 +30,7 @@ from .interrupts import Uninterrupted
 from .kernel_step import step_kernels
 from .masks import unpack_mask
 from .places import Places, name_parameter
-from .settings import FORMATS, StepSettings
+from .settings import NAMED, StepSettings
 from .step import step_tensors
 from .update import quantize_for
 from .watch import Watch, is_look
@@ -230,7 +230,7 @@ class Stepper(Optimizer):
             if is_look(step := self.state[p].get("step", 0) + 1) and not has_no_numbers(p):
                 theta, name = self._theta(p), self._name(p)
                 self._watch.look(theta, gradient, plan.settings, step, name, wait=not plan.late)
-                rescale_moments(self.state[p], plan.settings)
+                rescale_moments(self.state[p], gradient, plan.settings)
 
     # ---- steps that the host does not wait for
 
@@ -289,7 +289,7 @@ class Stepper(Optimizer):
                     raise ValueError("another sampler steps it in backward; one parameter has one sampler")
             except (TypeError, ValueError) as error:
                 raise type(error)(f"{self._name(p)}: {error}") from None
-        for name in FORMATS:
+        for name in NAMED:
             group[name] = getattr(settings, name)
 
     def _find_gradients(self, params: list[Tensor]) -> dict[Tensor, Tensor]:

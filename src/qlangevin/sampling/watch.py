@@ -113,7 +113,9 @@ class Watch:
         """Add squared norms of one parameter to the sums."""
         gap = (getattr(parse(look.format), "step", None) or 0.0) if look.format else 0.0
         self._weights += weights + look.size * gap**2  # a drift below the gap of a fixed grid does not move weights far
-        self._drift += look.settings.lr**2 * gradient
+        if (rms := look.settings.rms) is not None:  # gains make gradients about 1 in size
+            gradient = min(gradient / rms.eps**2, look.size)
+        self._drift += look.settings.push**2 * gradient
         self._noise += look.settings.variance * look.size
 
     def _judge_drift(self, stacklevel: int) -> None:

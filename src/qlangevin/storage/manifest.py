@@ -29,6 +29,13 @@ VERSION = 1  # of the layout of the folder
 NAME = "qlangevin samples"
 
 Kind: TypeAlias = Literal["parameter", "buffer", "frozen", "reference"]
+UNSAID = {
+    "prior_std": None,
+    "stream": 0,
+    "localization": 0.0,
+    "masked": False,
+}  # settings that go unsaid at these values
+UNSAID |= dict.fromkeys(("box", "preconditioner", "friction", "velocity"))
 NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
 
 
@@ -195,8 +202,8 @@ def _group_settings(group: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in group.items():
         if name in ("params", "param_names") or name.startswith("initial_"):
             continue
-        if (name == "stream" and value == 0) or (name == "prior_std" and value is None):
-            continue  # the defaults; a chain of its own has another stream
+        if name in UNSAID and value == UNSAID[name]:
+            continue  # so that the settings of chains that do not use them are what they were in earlier releases
         value = group.get(f"initial_{name}", value)
         value = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
         plain = value is None or isinstance(value, (bool, int, str, list, tuple))
