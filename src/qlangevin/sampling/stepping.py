@@ -21,6 +21,7 @@ from .accumulator import begin_accumulator, may_be_overwritten, renew_accumulato
 from .checks import check_accumulator, check_gradient, check_parameter
 from .deferred import can_be_deferred, find_deferred, step_deferred
 from .device_counts import SamplerCounts
+from .gradient_rows import RowSample, is_kept, keep_rows
 from .gradients import clip_to_norm, first_not_finite
 from .host_copy import has_no_numbers, is_capturing
 from .in_backward import drop_passes, read_options, total_gradient, warn_of_passes
@@ -66,6 +67,7 @@ class Stepper(Optimizer):
         """
         self._stepped, self._watch, self._places = set[int](), Watch(), Places()
         self._counts, self._thetas = SamplerCounts(), dict[Tensor, Tensor]()
+        self._kept = dict[Tensor, RowSample]()
         self.everyone = list[Tensor]()
         if not hasattr(self, "handle"):  # compiled code refers to it, also after a state was loaded
             self.handle = compiled.register(self)
@@ -206,6 +208,11 @@ class Stepper(Optimizer):
             if is_look(step := self.state[p].get("step", 0) + 1) and not has_no_numbers(p):
                 theta, name = self._theta(p), self._name(p)
                 self._watch.look(theta, gradient, plan.settings, step, name, wait=not plan.late)
+            if is_kept(step) and not has_no_numbers(p):
+                most = plan.group.get("max_grad_norm")
+                self._kept[p] = keep_rows(
+                    gradient if most is None else clip_to_norm(gradient, p, most, wait=not plan.late)
+                )
 
     # ---- steps that the host does not wait for
 
