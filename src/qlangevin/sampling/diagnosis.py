@@ -25,16 +25,18 @@ class Sums(NamedTuple):
     below: float
     inflation: float
     resolution: float
-    drift: float  # of (δ/Δ)²
-    noise: float  # of v/Δ²
+    drift: float  # of δ²
+    noise: float  # of v
     gap: float  # of Δ²
 
     @classmethod
     def of(cls, step: StepVariance, size: int) -> Sums:
         """Return the sums of a step, scaled to a parameter of ``size`` weights."""
         s = step.s.clamp_min(1e-300)  # without noise the ratios are infinite; see `ParameterDiagnosis`
-        each = (step.above, step.below, step.variance / s, step.drift.abs() / s, step.drift.square(), step.s)
-        return cls(float(size), *(float(x.double().mean()) * size for x in (*each, step.gap.square())))
+        v = step.v.double().clamp_min(1e-300)
+        shares = (step.above, step.below, step.variance / s, step.drift.abs() * step.gap / v)
+        squares = (step.drift.double().square(), step.v, step.gap.square())
+        return cls(float(size), *(float(x.double().mean()) * size for x in (*shares, *squares)))
 
     def __add__(self, other: Sums) -> Sums:  # type: ignore[override]
         return Sums(*(a + b for a, b in zip(self, other, strict=True)))
@@ -64,10 +66,10 @@ class ParameterDiagnosis:
     """Mean of the step's variance over v, by which the effective temperature is too high; None without noise."""
     resolution: float | None
     """Mean of Δ |∇U| / (2T), with minibatch noise in ∇U: above 1 the bits are too few at any small lr. None without noise."""
-    drift: float
-    """Root mean square of the drift of a step, in gaps."""
-    noise: float
-    """Standard deviation of the noise of a step, in gaps."""
+    drift: float | None
+    """Drift of a step over the gap, both root mean squares; None without a grid."""
+    noise: float | None
+    """Standard deviation of the noise of a step over the gap, both root mean squares; None without a grid."""
     gap: float
     """Root mean square of Δ."""
     gap_over_width: float | None
@@ -93,8 +95,8 @@ class ParameterDiagnosis:
             below=mean.below,
             inflation=mean.inflation if noisy else None,
             resolution=mean.resolution if noisy else None,
-            drift=math.sqrt(mean.drift),
-            noise=math.sqrt(mean.noise),
+            drift=math.sqrt(mean.drift / mean.gap) if mean.gap else None,
+            noise=math.sqrt(mean.noise / mean.gap) if mean.gap else None,
             gap=math.sqrt(mean.gap),
             **more,
         )

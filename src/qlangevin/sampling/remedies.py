@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
+from torch import Tensor
 
 from ..quantization.formats import FP32, BlockFloat, FixedPoint, Float, Format, fit_dtype, parse
 from ..quantization.operators import Rounding
@@ -201,25 +203,33 @@ def _rounding(cases: Sequence[Case], tolerance: float) -> Remedy | None:
 
 
 def _lr(cases: Sequence[Case], tolerance: float) -> Remedy | None:
-    """Raise the learning rate until v exceeds v_0, or v_s: below that Δ|∇U|/2T does not depend on it."""
+    """Raise the learning rate until v exceeds v_0: below that Δ|∇U|/(2T) hardly depends on it.
 
-    def faster(i: int) -> list[Case]:
-        return [
-            replace(case, proposal=case.proposal.scaled(2.0 ** (i / 4)), lr=case.lr * 2 ** (i / 4)) for case in cases
-        ]
+    None if a step would have to move the weights by more than their norm.
+    """
+    norm, move = (_norm([getattr(case.proposal, name) for case in cases]) for name in ("theta", "drift"))
+    most = math.floor(4 * math.log2(norm / move)) if 0 < move < norm else 4 * MOST_DOUBLINGS * (move == 0)
+    least = None
+    for i in range(4, min(most, 4 * MOST_DOUBLINGS) + 1, 4):  # larger ones need not do: drifts widen the gaps of blocks
+        if _repaired(_faster(cases, i), tolerance):
+            least = next(k for k in range(i - 3, i + 1) if _repaired(_faster(cases, k), tolerance))
+            break
+    if least is None:
+        return None
+    factor, rates = 2 ** (least / 4), {case.lr for case in cases}
+    text = f"lr={rates.pop() * factor:.3g}" if len(rates) == 1 else f"lr times {factor:.3g}"
+    note = f"a step then moves the weights by {move * factor / max(norm, 1e-300):.2g} of their norm"
+    return _remedy("lr", text, _faster(cases, least), note)
 
-    if any(float(case.proposal.variance.max()) == 0 for case in cases):
-        return None
-    k = _first(4 * MOST_DOUBLINGS, lambda i: _repaired(faster(i), tolerance))
-    if k is None:
-        return None
-    rates = {case.lr for case in cases}
-    text = f"lr={rates.pop() * 2 ** (k / 4):.3g}" if len(rates) == 1 else f"lr times {2 ** (k / 4):.3g}"
-    moved = sum(float(c.proposal.drift.double().square().sum()) for c in faster(k)) ** 0.5
-    norm = sum(float(c.proposal.theta.double().square().sum()) for c in cases) ** 0.5
-    return _remedy(
-        "lr", text, faster(k), f"a step would then move the weights by {moved / max(norm, 1e-300):.2g} of their norm"
-    )
+
+def _faster(cases: Sequence[Case], quarters: int) -> list[Case]:
+    """Return the cases with the learning rate raised by so many quarters of a doubling."""
+    factor = 2 ** (quarters / 4)
+    return [replace(case, proposal=case.proposal.scaled(factor), lr=case.lr * factor) for case in cases]
+
+
+def _norm(tensors: Sequence[Tensor]) -> float:
+    return math.sqrt(sum(float(t.double().square().sum()) for t in tensors))
 
 
 def _wider(cases: Sequence[Case]) -> list[Remedy]:

@@ -43,11 +43,12 @@ class Proposal(NamedTuple):
 
 
 class StepVariance(NamedTuple):
-    """A step on its grid, for each weight; in units of its gap, but for the gap."""
+    """A step on its grid, for each weight."""
 
     gap: Tensor  # Δ; 0 where there is no grid
-    drift: Tensor  # δ/Δ
-    s: Tensor  # v/Δ²
+    drift: Tensor  # δ
+    v: Tensor
+    s: Tensor  # v/Δ²; v_s and variance are in the same units
     v_s: Tensor
     variance: Tensor
 
@@ -67,7 +68,7 @@ def measure_step(proposal: Proposal, format: str | None, rounding: Rounding) -> 
     theta, drift, v = proposal
     if format is None:
         zero, one = torch.zeros_like(theta), torch.ones_like(theta)
-        return StepVariance(zero, zero, one, zero, one)
+        return StepVariance(zero, drift, v.expand_as(theta), one, zero, one)
     mu = Mean(theta, drift)
     gap = parse(format).drawn_gap(mu, v if rounding == "corrected" else torch.zeros_like(v))
     point, s = in_gaps(mu, v, gap)
@@ -79,7 +80,7 @@ def measure_step(proposal: Proposal, format: str | None, rounding: Rounding) -> 
         variance = s + mean_rounding_variance(r, s)
     else:
         variance = nearest_variance(r, s)
-    return StepVariance(gap.double(), (drift / gap).double(), s, v_s, variance)
+    return StepVariance(gap.double(), drift.double(), v.double().expand_as(theta), s, v_s, variance)
 
 
 def mean_rounding_variance(r: Tensor, s: Tensor) -> Tensor:
