@@ -30,7 +30,7 @@ from .watch import count_saturated
 if TYPE_CHECKING:
     from .sgld import SGLD
 
-__all__ = ["Measured", "diagnose_parameters", "diagnose_sampler", "measure_sampler", "propose_step"]
+__all__ = ["Measured", "diagnose_parameters", "diagnose_sampler", "join_batches", "measure_sampler", "propose_step"]
 
 
 class Measured(NamedTuple):
@@ -104,6 +104,20 @@ def diagnose_parameters(measured: Sequence[Measured], tolerance: float = TOLERAN
     advice = tuple(find_remedies(cases, tolerance)) if noisy else ()
     nbytes = sum(case.nbytes for case in cases) / sum(case.size for case in cases)
     return Diagnosis(tuple(parts), total, advice, nbytes, tolerance)
+
+
+def join_batches(batches: Sequence[Sequence[Measured]]) -> list[Measured]:
+    """Return the parameters as if the gradients of several batches were those of further rows; weights must not have moved."""
+    joined = []
+    for same in zip(*batches, strict=True):
+        proposals, count = [m.case.proposal for m in same], same[0].case.measured
+        last = proposals[0].theta[count:], proposals[0].drift[count:]  # the row that sets gaps, if there is one
+        theta = torch.cat([*(p.theta[:count] for p in proposals), last[0]])
+        drift = torch.cat([*(p.drift[:count] for p in proposals), last[1]])
+        case = replace(same[0].case, proposal=Proposal(theta, drift, proposals[0].variance), measured=count * len(same))
+        zeros = [m.zero_gradients for m in same if m.zero_gradients is not None]
+        joined.append(same[0]._replace(case=case, zero_gradients=sum(zeros) / len(zeros) if zeros else None))
+    return joined
 
 
 def _with_width(found: ParameterDiagnosis, width: float | None) -> ParameterDiagnosis:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from .step_variance import StepVariance
 
-__all__ = ["MOST_SATURATED", "TOLERANCE", "Diagnosis", "ParameterDiagnosis", "Remedy", "Sums"]
+__all__ = ["HEAD", "MOST_SATURATED", "TOLERANCE", "Diagnosis", "ParameterDiagnosis", "Remedy", "Sums"]
 
 TOLERANCE = 1.1  # inflation of the effective temperature that passes for none
 MOST_SATURATED = 0.01  # share of weights at an end of the range
