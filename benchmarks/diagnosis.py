@@ -47,7 +47,11 @@ def measure_cost(name: str, model: nn.Module, seconds: float) -> Cost:
     gradients = [torch.randn(p.shape) * 1e-3 for p in model.parameters()]
     for p, gradient in zip(model.parameters(), gradients, strict=True):
         p.grad = gradient
-    calls = {"step": sampler.step, "keep": lambda: [keep_rows(g) for g in gradients], "diagnose": sampler.diagnose}
+    calls: dict[str, Callable[[], object]] = {
+        "step": sampler.step,
+        "keep": lambda: [keep_rows(g) for g in gradients],
+        "diagnose": sampler.diagnose,
+    }
     times = measure({name: Contestant(call) for name, call in calls.items()}, seconds)
     return Cost(name, times["step"], times["keep"], times["diagnose"])
 

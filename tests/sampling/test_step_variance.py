@@ -110,3 +110,19 @@ def test_without_a_format_there_is_no_inflation() -> None:
     found = measure_step(Proposal(torch.ones(3), torch.ones(3), torch.tensor(1e-9)), None, "corrected")
     assert bool(found.above.all())
     assert bool((found.variance == found.s).all())
+
+
+@pytest.mark.parametrize("rounding", ["corrected", "stochastic"])
+@pytest.mark.parametrize("width", [4.0, 1.0, 0.5, 0.2])  # of the posterior, in gaps
+def test_inflation_is_that_of_the_stationary_variance(width: float, rounding: Rounding) -> None:
+    """On a Gaussian the variance of an unbiased chain is exact times the mean inflation over its stationary law.
+
+    E[θ²] = (1 - a)² E[θ²] + E[variance of a step], with a = α/σ².
+    """
+    gap, a = 0.125, 0.01
+    sigma = width * gap
+    law = stationary("fixed10.3", a * sigma**2, rounding, gradient=lambda x: x / sigma**2)
+    v = torch.tensor(2 * a * sigma**2, dtype=torch.float64)
+    found = measure_step(Proposal(law.points, -a * law.points, v), "fixed10.3", rounding)
+    inflation = float(law.probabilities @ (found.variance / found.s))
+    assert law.variance / sigma**2 == pytest.approx(inflation / (1 - a / 2), rel=1e-6)
