@@ -15,6 +15,7 @@ from .quantization.formats import BF16, FP8_E4M3, FP8_E5M2, FP16, FP32, BlockFlo
 from .quantization.operators import corrected, quantize
 from .quantization.qtensor import QTensor, encode
 from .quantization.random import Key
+from .sampling.diagnosis import Diagnosis
 from .sampling.loader import Loader
 from .sampling.packing import pack, unpack
 from .sampling.preconditioner import RMS
@@ -43,6 +44,7 @@ __all__ = [
     "ConstantLR",
     "CyclicalLR",
     "DamagedError",
+    "Diagnosis",
     "FixedPoint",
     "Float",
     "Format",

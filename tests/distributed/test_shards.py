@@ -147,6 +147,7 @@ def test_stored_sample_is_the_codes_of_all_shards(found: Results, folder: Path) 
 def test_stepping_in_backward_gives_the_same_chain(found: Results, expected: dict[str, Tensor]) -> None:
     assert same(found(scenes.in_backward)[0]["codes"], expected)
     assert all(result["gradients"] == 0 for result in found(scenes.in_backward))
+    assert all(result["diagnosed"] == result["held"] for result in found(scenes.in_backward))
 
 
 @pytest.mark.distributed

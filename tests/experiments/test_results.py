@@ -135,6 +135,7 @@ def test_what_may_be_missing_may_be_missing() -> None:
         "single": None,
         "r_hat": None,
         "ess": None,
+        "diagnosis": None,
         "scaled": [],
         "ranks": 1,
         "not_converged": None,

@@ -119,8 +119,11 @@ def local_codes(model: nn.Module) -> dict[str, Tensor]:
 
 def in_backward(ranks: Ranks, folder: str) -> Found:
     model = shard(ql.pack(network(), "bfp8"))
-    run_chain(model, ranks.rank, step_in_backward=True)
-    return {"codes": all_codes(model), "gradients": sum(p.grad is not None for p in model.parameters())}
+    sampler = run_chain(model, ranks.rank, step_in_backward=True)
+    diagnosed = [part.size for part in sampler.diagnose().parameters]
+    held = [local(p).numel() for p in sampler.everyone if local(p).numel()]
+    found = {"gradients": sum(p.grad is not None for p in model.parameters()), "diagnosed": diagnosed, "held": held}
+    return {"codes": all_codes(model), **found}
 
 
 def floats_on_grid(ranks: Ranks, folder: str) -> Found:

@@ -113,24 +113,26 @@ def test_what_is_beside_the_weights_is_checked() -> None:
         theta=memory, codes=None, exponents=None, code_bytes=0, accumulator=None, gradient=memory, numel=24, weights=none,
         gradients=none, accumulators=none, seed=0, stream=0, step=1,
     )  # fmt: skip
-    good = (memory, None, None, 0, none)
-    numbers = {"decay": 0.9, "fresh": 0.1, "eps": 1e-3, "scale": 1.0, "unscale": 1.0, "frozen": False}
-    key = {"seed": 0, "stream": 0, "step": 1}
+    good: Any = (memory, None, None, 0, none)
+    numbers: dict[str, Any] = {"decay": 0.9, "fresh": 0.1, "eps": 1e-3, "scale": 1.0, "unscale": 1.0, "frozen": False}
+    velocity: dict[str, Any] = {"seed": 0, "stream": 0, "step": 1, "coefficients": [0.0] * 7}
+    calls: list[tuple[Any, dict[str, Any]]] = [
+        (step.set_center, {"pull": 0.1}), (step.set_moments, numbers), (step.set_velocity, velocity)
+    ]  # fmt: skip
     step.set_mask((bits.data_ptr(), 3))
-    step.set_center(good, pull=0.1)
-    step.set_moments(good, **numbers)  # type: ignore[arg-type]
-    step.set_velocity(good, coefficients=[0.0] * 7, **key)
-    for kept in [((memory[0], 95), None, None, 0, none), (None, None, None, 0, none), (memory, memory, None, 1, none)]:
-        for call in (
-            lambda kept=kept: step.set_center(kept, pull=0.1),
-            lambda kept=kept: step.set_moments(kept, **numbers),
-            lambda kept=kept: step.set_velocity(kept, coefficients=[0.0] * 7, **key),
-        ):
+    with pytest.raises(ValueError, match="mask must have 3"):
+        step.set_mask((bits.data_ptr(), 2))
+    for call, settings in calls:
+        call(good, **settings)
+        for kept in [
+            ((memory[0], 95), None, None, 0, none),
+            (None, None, None, 0, none),
+            (memory, memory, None, 1, none),
+        ]:
             with pytest.raises(ValueError, match=r"\w+ .+"):
-                call()
-    for wrong in (lambda: step.set_mask((bits.data_ptr(), 2)), lambda: step.set_center(good, pull=float("nan"))):
-        with pytest.raises(ValueError, match=r"\w+ .+"):
-            wrong()
+                call(kept, **settings)
+    with pytest.raises(ValueError, match="pull must be"):
+        step.set_center(good, pull=float("nan"))
     for coefficients in ([0.0] * 6, [float("inf")] * 7, [0.0] * 6 + [-1.0]):
         with pytest.raises(ValueError, match=r"\w+ .+"):
-            step.set_velocity(good, coefficients=coefficients, **key)
+            step.set_velocity(good, **velocity | {"coefficients": coefficients})

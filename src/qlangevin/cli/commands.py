@@ -29,6 +29,7 @@ from ..experiments.methods import MethodName
 from ..experiments.score import evaluate, find_samples
 from ..experiments.sweep import plan_runs, sweep
 from . import display
+from .diagnose import Diagnose
 from .errors import fail, rank
 from .figures import Bound, Gaussian
 
@@ -287,6 +288,7 @@ class CommandLine:
         | Annotated[Run, tyro.conf.subcommand("run", prefix_name=False)]
         | Annotated[Sweep, tyro.conf.subcommand("sweep", prefix_name=False)]
         | Annotated[Evaluate, tyro.conf.subcommand("evaluate", prefix_name=False)]
+        | Annotated[Diagnose, tyro.conf.subcommand("diagnose", prefix_name=False)]
         | Annotated[Report, tyro.conf.subcommand("report", prefix_name=False)]
         | Annotated[Bound, tyro.conf.subcommand("bound", prefix_name=False)]
         | Annotated[Bench, tyro.conf.subcommand("bench", prefix_name=False)]

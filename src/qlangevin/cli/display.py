@@ -16,6 +16,7 @@ from ..experiments import bound, gaussian
 from ..experiments.convergence import warn_of_non_convergence
 from ..experiments.environment import environment
 from ..experiments.methods import method_name
+from ..sampling import diagnosis
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -26,6 +27,7 @@ __all__ = [
     "bound_remarks",
     "bound_table",
     "convergence_remarks",
+    "diagnosis_table",
     "evaluation_table",
     "gaussian_remarks",
     "gaussian_table",
@@ -227,6 +229,14 @@ def means_table(title: str, results: Sequence[dict[str, Any]]) -> Table:
         r_hat = _number(max((r["r_hat"] for r in runs if r["r_hat"] is not None), default=None), ".2f")
         figures = (f"{error:.2%}", f"{nll:.4f}", f"{ece:.2%}", r_hat, held, f"{seconds:.1f} s")
         out.add_row(method_name(method), format, str(len(runs)), *figures)
+    return out
+
+
+def diagnosis_table(title: str, rows: Iterable[Sequence[str]]) -> Table:
+    """Return a table of parameters: shares of weights by what limits them, inflation, and the format that would do."""
+    out = _new_table(title, diagnosis.HEAD, diagnosis.HEAD[:2])
+    for row in rows:
+        out.add_row(*row)
     return out
 
 

@@ -96,6 +96,15 @@ OPTIONAL: dict[str, tuple[Test, str]] = {
     "ranks": COUNT,
     "scores.top5": SHARE,
     "single": MAPPING,
+    "diagnosis": MAPPING,
+    "diagnosis.total": MAPPING,
+    **dict.fromkeys(("diagnosis.total.above", "diagnosis.total.between", "diagnosis.total.below"), SHARE),
+    **dict.fromkeys(("diagnosis.total.saturated", "diagnosis.total.zero_gradients"), SHARE),
+    **dict.fromkeys(
+        [f"diagnosis.total.{name}" for name in ("inflation", "resolution", "drift", "noise", "gap_over_width")], AMOUNT
+    ),
+    "diagnosis.summary": TEXT,
+    "diagnosis.advice": (_list(lambda value: isinstance(value, str)), "a list of texts"),
     **dict.fromkeys(("single.error", "single.ece", "single.top5"), SHARE),
     **dict.fromkeys(("single.nll", "single.brier"), AMOUNT),
     "trace.error": (_list(_share), "a list of fractions"),
@@ -198,7 +207,11 @@ def check_result(result: Any, where: str) -> Result:
 def _complete(result: Result) -> Result:
     """Return a result with the fields that older ones lack."""
     later = {"scaled": [], "ranks": 1}
-    full = {**dict.fromkeys(("single", "r_hat", "ess")), **result, **{n: result.get(n) or v for n, v in later.items()}}
+    full = {
+        **dict.fromkeys(("single", "r_hat", "ess", "diagnosis")),
+        **result,
+        **{n: result.get(n) or v for n, v in later.items()},
+    }
     full["data"] = {"note": None, **result["data"]}
     full["not_converged"] = describe_non_convergence(full)
     return full

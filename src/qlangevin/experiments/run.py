@@ -31,6 +31,7 @@ from .chain import Chain, prepare_chain, train_chain
 from .config import CHANGE_NO_NUMBER
 from .convergence import describe_non_convergence
 from .data import Data, make_loader
+from .diagnose import diagnose_chain, shorten
 from .environment import cores, environment
 from .presets import CONFIG, Experiment, read_config
 from .processes import Progress, ignore_progress, run_in_processes
@@ -245,6 +246,8 @@ def _score_run(
         )
     weights = sum(p.numel() for p in average.model.parameters())
     stored = sum(store.nbytes for store in stores) / len(average)
+    alone = ranks.size <= config.chains  # replicas are not packed, and their checkpoints fit no packed chain
+    diagnosis = shorten(diagnose_chain(config, data, chain_folders(spec.folder)[0])) if alone else None
     result = {
         "experiment": config.name,
         "version": __version__,
@@ -256,6 +259,7 @@ def _score_run(
         "model": {"name": type(average.model).__name__, "weights": weights},
         **scored,
         "memory": {"training": chains[0].nbytes / weights, "sample": stored / weights},
+        "diagnosis": diagnosis,  # of the first chain, at its end
         "steps": chains[0].steps,
         "samples": len(average),
         "ranks": max(1, ranks.size // config.chains),  # for each chain

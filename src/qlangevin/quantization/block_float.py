@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal, cast
 import torch
 from torch import Tensor
 
-from .block_rounding import BlockGrid, draw_blocks
+from .block_rounding import BlockGrid, draw_blocks, find_gaps
 from .format_base import (
     FLOAT32_MIN_EXPONENT,
     Draws,
@@ -198,12 +198,21 @@ class BlockFloat(Format):
         limits = (self.min_gap_exponent, self.max_gap_exponent, float(self.top), self.low, self.high)
         return KernelGrid(GridKind.BLOCK, self.bits - 2, *limits, *self.layout(shape))
 
+    def _block_grid(self, mean: Mean) -> BlockGrid:
+        return BlockGrid(self.gap_exponent(mean.total), self.max_gap_exponent, self.top)
+
+    def drawn_gap(self, mu: Mean, v: Tensor) -> Tensor:
+        """Return the finer gap of each block: a block is drawn on it unless an element at risk lands outside."""
+        mean, shape = mu.map(self.blocks), mu.start.shape
+        fine = find_gaps(self._block_grid(mean), mean, self.blocks(v.expand(shape)) if v.dim() else v).fine
+        return self.unblocks(fine.expand_as(mean.start), shape)
+
     def draw(self, mu: Mean, v: Tensor, draws: Draws) -> Tensor:
         def rows(t: Tensor) -> Tensor:
             return self.blocks(t) if t.dim() else t
 
         mean, shape = mu.map(self.blocks), mu.start.shape
-        grid = BlockGrid(self.gap_exponent(mean.total), self.max_gap_exponent, self.top)
+        grid = self._block_grid(mean)
         variance = rows(v.expand(shape) if v.dim() else v)
         return self.unblocks(
             draw_blocks(grid, mean, variance, rows(draws.h), rows(draws.xi), lambda: rows(draws.coins())), shape

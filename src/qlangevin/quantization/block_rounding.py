@@ -32,7 +32,7 @@ from .format_base import ceil_log2, power_of_two
 from .laws import SLACK, V0, Law, Mean, feasible, in_gaps, outcomes, pick
 from .random import NORMAL_BOUND, root
 
-__all__ = ["BlockGrid", "draw_blocks"]
+__all__ = ["BlockGrid", "draw_blocks", "find_gaps"]
 
 UNIT = 2.0**-36  # of probabilities that are added up
 SQRT_4_3 = 1.1547006  # up to σ = Δ/sqrt(4/3), that is s <= 3/4, three outcomes are always feasible

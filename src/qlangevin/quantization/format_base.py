@@ -77,7 +77,7 @@ class Format(ABC):
         low, high, min_gap_exponent, digits     range and resolution of its numbers, all of them float32
         storage_bits                            bits of a code: 4, 8, 16 or 32
         gap                                     Δ at each element of a tensor
-        law, or draw                            Q^vc, element by element or with elements that depend on one another
+        law, or draw and drawn_gap              Q^vc, element by element or with elements that depend on one another
         encode, decode, are_codes               numbers on the grid as integers
         kernel_grid                             the description its kernels read
 
@@ -175,6 +175,10 @@ class Format(ABC):
     def draw(self, mu: Mean, v: Tensor, draws: Draws) -> Tensor:
         """Return Q^vc(μ, v), not yet clipped; v is a scalar or like μ."""
         return self.law(mu, v).draw(draws.h, draws.xi)
+
+    def drawn_gap(self, mu: Mean, v: Tensor) -> Tensor:
+        """Return Δ of the grid that Q^vc(μ, v) is drawn on at each element; noise can make it coarser than Δ(μ)."""
+        return self.law(mu, v).gap.expand_as(mu.start)
 
     # ---- codes
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, overload
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
 from .._dtensor import local
@@ -14,6 +14,8 @@ from .._validate import check_flag
 from ..quantization.qtensor import decoded
 from . import compiled
 from .checks import check_parameter, first_not_a_number
+from .diagnose import diagnose_sampler
+from .diagnosis import TOLERANCE, Diagnosis
 from .given import spread_over_groups, take_from_group
 from .grad_scale import divide_gradients, takes_scaled_gradients
 from .in_backward import drop_passes, read_options, refuse_pass
@@ -212,6 +214,21 @@ class Sampler(Stepper):
         each = [(local(p), settings) for params, settings in groups for p in params if p.requires_grad]
         with torch.no_grad():
             return sum(count_saturated(decoded(p), settings.weights_format(p)) for p, settings in each)
+
+    def diagnose(
+        self, model: nn.Module | None = None, widths: Mapping[str, Tensor] | None = None, tolerance: float = TOLERANCE
+    ) -> Diagnosis:
+        """Tell which weights are limited by the noise and which by the grid, and what would repair it; printable as a table.
+
+        It takes the gradients as they are, after ``backward`` and before ``zero_grad``; of a parameter that has none, as with
+        ``step_in_backward``, some rows that were kept before steps 1, 101, 201, ... It changes nothing, and waits for devices.
+
+        Args:
+            model: names the parameters.
+            widths: the posterior's standard deviation of each weight, by the names of the parameters, if it is known.
+            tolerance: the inflation of the effective temperature that passes for none; it decides what is advised.
+        """
+        return diagnose_sampler(self, model, widths, tolerance)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the chain, without torch's versions of the weights: those count the writes of one process."""

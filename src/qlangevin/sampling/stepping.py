@@ -23,6 +23,7 @@ from .beside import begin_beside, complete_step, prepare_step, rescale_moments
 from .checks import check_accumulator, check_gradient, check_parameter
 from .deferred import can_be_deferred, find_deferred, step_deferred
 from .device_counts import SamplerCounts
+from .gradient_rows import RowSample, is_kept, keep_rows
 from .gradients import clip_to_norm, first_not_finite
 from .host_copy import has_no_numbers, is_capturing
 from .in_backward import drop_passes, read_options, total_gradient, warn_of_passes
@@ -71,6 +72,7 @@ class Stepper(Optimizer):
         self._stepped, self._watch, self._places = set[int](), Watch(), Places()
         self._counts, self._thetas = SamplerCounts(), dict[Tensor, Tensor]()
         self._given = dict[Tensor, dict[str, Any]]()  # centres and masks of parameters that have not begun
+        self._kept = dict[Tensor, RowSample]()
         self.everyone = list[Tensor]()
         if not hasattr(self, "handle"):  # compiled code refers to it, also after a state was loaded
             self.handle = compiled.register(self)
@@ -231,6 +233,11 @@ class Stepper(Optimizer):
                 theta, name = self._theta(p), self._name(p)
                 self._watch.look(theta, gradient, plan.settings, step, name, wait=not plan.late)
                 rescale_moments(self.state[p], gradient, plan.settings)
+            if is_kept(step) and not has_no_numbers(p):
+                most = plan.group.get("max_grad_norm")
+                self._kept[p] = keep_rows(
+                    gradient if most is None else clip_to_norm(gradient, p, most, wait=not plan.late)
+                )
 
     # ---- steps that the host does not wait for
 

@@ -15,6 +15,7 @@ from .looks import render
 from .summary import SCORES, Cells, by_experiment, method_name, mixtures, shown_formats, sweep, title
 from .tables import (
     COSTS,
+    bits_table,
     claims_table,
     cost_estimates,
     cost_table,
@@ -59,6 +60,13 @@ CHAINS = (
     "wanders around one level; a slope means that it was still on its way. R-hat near 1 says the same in a number (the worst "
     "of the seeds), and of several chains that they agree; ESS is how many independent samples they are worth. Panels share "
     "a scale unless they say otherwise."
+)
+BITS = (
+    "Do the bits suffice? With noise of variance v a step on a grid of gap Δ has that variance if v > v0 = Δ²/4, and with the "
+    "corrected rounding down to v_s, that of rounding the drift. Shares are of the weights, at the end of a run. Inflation "
+    "is the variance that steps have over v: the effective temperature over the one asked for. Resolution is Δ|∇U|/(2T): above "
+    "1 the grid, not the noise, moves the weights. Drift, noise and width (of the posterior, from the samples) are compared "
+    "with the gap."
 )
 BESIDE = (
     "Each column is one of our experiments, and beside it what the paper printed. A dash is a row of the paper for which there "
@@ -134,6 +142,8 @@ def _experiment(experiment: str, cells: Cells, found: Sequence[Claim]) -> Iterat
     yield from () if swept else verdicts
     for format in formats or ["fp32"]:
         yield from _details(experiment, format, {c: runs for c, runs in shown.items() if c[1] in ("fp32", format)})
+    if (bits := bits_table(shown)) is not None:
+        yield from (Text(BITS), bits)
     yield _cost_picture(experiment, shown)
     yield cost_table(shown)
 

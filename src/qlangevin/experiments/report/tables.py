@@ -14,8 +14,8 @@ from .paper import FAMILIES, PAPER, ROWS
 from .summary import SCORES, Cells, Estimate, Score, estimate, family, method_name, score, scores, sweep, title
 
 __all__ = [
-    "COSTS", "claims_table", "cost_estimates", "cost_table", "format_duration", "group_name", "machines_table", "paper_table",
-    "runs_table", "scores_table", "widths_table",
+    "COSTS", "bits_table", "claims_table", "cost_estimates", "cost_table", "format_duration", "group_name", "machines_table",
+    "paper_table", "runs_table", "scores_table", "widths_table",
 ]  # fmt: skip
 
 PRINTED = "paper"  # the heading of a column of the paper's own figures
@@ -182,6 +182,39 @@ def cost_table(cells: Cells) -> Table:
         rows.append((method_name(method), format, *figures, f"{evaluate.mean:.1f} s"))
     head = ("", "format", "training", "on disk", "ms a step", "steps", "evaluation")
     return Table("Memory in bytes a weight, and time", head, tuple(rows))
+
+
+def bits_table(cells: Cells) -> Table | None:
+    """Return the diagnosis at the end of the first seed's run, a row for each method and format; None if no run has one."""
+    head = (
+        "",
+        "format",
+        "v > v0",
+        "between",
+        "v < v_s",
+        "inflation",
+        "resolution",
+        "drift/gap",
+        "noise/gap",
+        "gap/width",
+    )
+    rows = []
+    for (method, format), runs in cells.items():
+        if found := next(
+            (run["diagnosis"]["total"] for run in runs if (run.get("diagnosis") or {}).get("total")), None
+        ):
+            shares = [_figure(found.get(name), ".0%") for name in ("above", "between", "below")]
+            names = ("inflation", "resolution", "drift", "noise", "gap_over_width")
+            numbers = [_figure(found.get(name), ".3g") for name in names]
+            more = [_figure(found.get(name), ".1%") for name in ("saturated", "zero_gradients")]
+            rows.append((method_name(method), format, *shares, *numbers, *more))
+    if not rows:
+        return None
+    return Table("Do the bits suffice?", (*head, "saturated", "zero gradients"), tuple(rows))
+
+
+def _figure(value: float | None, format: str) -> str:
+    return "—" if value is None else f"{value:{format}}"
 
 
 def claims_table(found: Sequence[Claim]) -> Table:

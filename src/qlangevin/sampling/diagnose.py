@@ -1,0 +1,223 @@
+"""Diagnose a chain: does the grid carry the noise that Langevin dynamics asks for, and if not, what would repair it?
+
+One step's gradients are enough. `step_variance` has the estimate for each weight, `diagnosis` what is reported, `remedies` the
+search for better settings. Of large parameters evenly spaced rows are measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .._dtensor import local
+from ..quantization import operators, random
+from ..quantization.qtensor import decoded_as
+from ..quantization.random import Key
+from .diagnosis import TOLERANCE, Diagnosis, ParameterDiagnosis, total_share
+from .gradient_rows import MEASURED, RowSample, as_rows, some_rows
+from .host_copy import has_no_numbers
+from .in_backward import total_gradient
+from .masks import unpack_mask
+from .preconditioner import gain
+from .remedies import Case, find_remedies, least_format, total_sums
+from .settings import StepSettings
+from .step_variance import Proposal, join
+from .update import Beside, force, quantize_for
+from .watch import count_saturated
+
+if TYPE_CHECKING:
+    from .sampler import Sampler
+
+__all__ = ["Measured", "diagnose_parameters", "diagnose_sampler", "join_batches", "measure_sampler", "propose_step"]
+
+
+class Measured(NamedTuple):
+    """A parameter as it was measured, and what only its gradient or its samples tell."""
+
+    case: Case
+    zero_gradients: float | None
+    width: float | None  # of the posterior, root mean square
+
+
+def propose_step(theta: Tensor, gradient: Tensor, settings: StepSettings, beside: Rows | None = None) -> Proposal:
+    """Return drift and variance of a step before any grid, as `update` has them; ``gradient`` has passed Q_G.
+
+    Weights that do not move have no drift, and nothing that a grid could add to.
+    """
+    rows = beside or Rows(Beside())
+    f = force(theta, -gradient if settings.maximize else gradient, settings, rows.beside)
+    gains, v = rows.beside.gain, torch.full((), settings.variance, dtype=theta.dtype, device=theta.device)
+    heat = None
+    if rows.velocity is None:
+        drift = -settings.lr * f
+    else:
+        c, scale = settings.underdamped(rows.unit), torch.ones(()) if gains is None else gains.sqrt()
+        noise = c.velocity_variance**0.5 * random.normal(Key(0), theta.numel(), device=theta.device).view(theta.shape)
+        drift = (c.carry * rows.velocity + c.follow * noise.to(theta.dtype)) / scale + c.push * f
+        heat, v = v, c.variance / settings.variance * v if settings.variance > 0 else v
+    if gains is not None:
+        drift, v, heat = drift * gains, v * gains, None if heat is None else heat * gains
+    if rows.beside.moving is not None:
+        drift = torch.where(rows.beside.moving, drift, 0)
+    return Proposal(theta, drift, v, heat)
+
+
+class Rows(NamedTuple):
+    """What some rows of a parameter have beside weights and gradient."""
+
+    beside: Beside
+    velocity: Tensor | None = None
+    unit: float = 1.0
+
+
+def read_rows(theta: Tensor, state: Mapping[str, Any], settings: StepSettings, rows: slice) -> Rows:
+    """Return what a sampler keeps for some rows of a parameter; gains only once there are moments."""
+    dtype, rms = operators.working_dtype(theta.dtype), settings.rms
+
+    def take(t: Tensor) -> Tensor:
+        return as_rows(decoded_as(t, dtype))[rows]
+
+    gains = None if rms is None or "moments" not in state else gain(take(state["moments"]), state["moments_scale"], rms)
+    moving = as_rows(unpack_mask(state["mask"], theta.shape))[rows] if "mask" in state else None
+    center = take(state["center"]) if settings.localization and "center" in state else None
+    beside = Beside(center, gains, moving)
+    if settings.friction is None or "velocity" not in state:
+        return Rows(beside)
+    return Rows(beside, take(state["velocity"]), state["velocity_unit"])
+
+
+def take_rows(gradient: Tensor, settings: StepSettings, key: Key) -> tuple[RowSample, float | None]:
+    """Return Q_G of some rows of a gradient, and the share of its numbers that Q_G rounds to zero."""
+    values = as_rows(gradient.detach().to(operators.working_dtype(gradient.dtype)))
+    rounded = quantize_for(random.GRADIENT, values, settings.gradients, "stochastic", key)
+    zeros = None
+    if settings.gradients is not None and values.numel():
+        zeros = float(((rounded == 0) & (values != 0)).double().mean())
+    rows = some_rows(values.shape, MEASURED)
+    return RowSample(rows, rounded[rows]), zeros
+
+
+def measure_parameter(
+    name: str, theta: Tensor, state: Mapping[str, Any], sample: RowSample, settings: StepSettings
+) -> Case:
+    """Return one parameter, ready to be diagnosed; ``sample`` has the gradient of some rows, after Q_G."""
+    weights = decoded_as(theta.detach(), operators.working_dtype(theta.dtype))
+    base = as_rows(state["accumulator"] if settings.accumulator and "accumulator" in state else weights)
+    some = base[sample.rows]
+    beside = read_rows(theta, state, settings, sample.rows)
+    proposal = propose_step(some, sample.gradient.to(some.dtype).reshape(some.shape), settings, beside)
+    if len(some) < len(base):  # blocks of whole tensors take their gap from the largest weight
+        largest = int(base.flatten(1).abs().amax(1).argmax()) if base.dim() > 1 else int(base.abs().argmax())
+        proposal = proposal.with_row(base[largest : largest + 1])
+    format = settings.weights_format(theta)
+    return Case(
+        name, theta.numel(), theta.shape, theta.dtype, proposal, len(some), format,
+        settings.accumulator, settings.rounding, settings.lr, count_saturated(weights, format) / max(1, theta.numel()),
+    )  # fmt: skip
+
+
+def diagnose_parameters(measured: Sequence[Measured], tolerance: float = TOLERANCE) -> Diagnosis:
+    """Return the diagnosis of parameters that were measured."""
+    if not tolerance > 1:
+        raise ValueError(f"tolerance must be above 1, such as {TOLERANCE}, got {tolerance!r}")
+    cases = [each.case for each in measured]
+    noisy = all(float(case.proposal.variance.max()) > 0 for case in cases)
+    parts = []
+    for case, zeros, width in measured:
+        found = ParameterDiagnosis.of(
+            case.name, str(case.grid), case.sums, gap_over_width=None, saturated=case.saturated, zero_gradients=zeros,
+            suffices=least_format(case, tolerance) if noisy else None,
+        )  # fmt: skip
+        parts.append(_with_width(found, width))
+    formats = dict.fromkeys(part.format for part in parts)
+    shares: dict[str, Any] = {name: total_share(parts, name) for name in ("saturated", "zero_gradients")}
+    total = ParameterDiagnosis.of(
+        "all", next(iter(formats)) if len(formats) == 1 else "several", total_sums(cases), gap_over_width=None, **shares
+    )
+    total = _with_width(
+        total, _root_mean_square([(part.size, m.width) for part, m in zip(parts, measured, strict=True)])
+    )
+    advice = tuple(find_remedies(cases, tolerance)) if noisy else ()
+    nbytes = sum(case.nbytes for case in cases) / sum(case.size for case in cases)
+    return Diagnosis(tuple(parts), total, advice, nbytes, tolerance)
+
+
+def join_batches(batches: Sequence[Sequence[Measured]]) -> list[Measured]:
+    """Return the parameters as if the gradients of several batches were those of further rows; weights must not have moved."""
+    joined = []
+    for same in zip(*batches, strict=True):
+        proposals, count = [m.case.proposal for m in same], same[0].case.measured
+        case = replace(same[0].case, proposal=join(proposals, count), measured=count * len(same))
+        zeros = [m.zero_gradients for m in same if m.zero_gradients is not None]
+        joined.append(same[0]._replace(case=case, zero_gradients=sum(zeros) / len(zeros) if zeros else None))
+    return joined
+
+
+def _with_width(found: ParameterDiagnosis, width: float | None) -> ParameterDiagnosis:
+    """Add the gap over the posterior's width, if that is known and not zero."""
+    return replace(found, gap_over_width=found.gap / width) if width else found
+
+
+def _root_mean_square(parts: Sequence[tuple[int, float | None]]) -> float | None:
+    """Return the root mean square over parameters of these sizes; None if one is not known."""
+    if any(width is None for _, width in parts):
+        return None
+    return float((sum(n * (w or 0.0) ** 2 for n, w in parts) / sum(n for n, _ in parts)) ** 0.5)
+
+
+def name_widths(names: Sequence[str], widths: Mapping[str, Tensor] | None) -> list[float | None]:
+    """Return the root mean square of each parameter's posterior width; raise ValueError if one was given for no parameter."""
+    if widths is None:
+        return [None] * len(names)
+    if unknown := sorted(set(widths) - set(names)):
+        raise ValueError(f"widths has no parameter for {unknown[0]!r}; names are such as {names[0]!r}")
+    return [float(widths[name].double().square().mean().sqrt()) if name in widths else None for name in names]
+
+
+# ---- what it needs of a sampler
+
+
+def diagnose_sampler(
+    sampler: Sampler, model: nn.Module | None, widths: Mapping[str, Tensor] | None, tolerance: float
+) -> Diagnosis:
+    """Return the diagnosis of a sampler's chain, of the shards that this process holds."""
+    measured = [*measure_sampler(sampler, model, widths)]
+    if not measured:
+        raise RuntimeError(
+            "there are no gradients to diagnose: call diagnose() after backward() and before zero_grad(), or after a step"
+        )
+    return diagnose_parameters(measured, tolerance)
+
+
+@torch.no_grad()
+def measure_sampler(
+    sampler: Sampler, model: nn.Module | None = None, widths: Mapping[str, Tensor] | None = None
+) -> Iterator[Measured]:
+    """Yield the parameters that have a gradient, or of which rows of one were kept."""
+    sampler.check()
+    called = {} if model is None else {p: name for name, p in model.named_parameters()}
+    everyone = [(p, group) for group in sampler.param_groups for p in group["params"]]
+    own = [name for group in sampler.param_groups for name in group.get("param_names", [None] * len(group["params"]))]
+    names = [called.get(p) or own[i] or f"parameter {i}" for i, (p, _) in enumerate(everyone)]
+    for (p, group), name, width in zip(everyone, names, name_widths(names, widths), strict=True):
+        theta, state, settings = local(p), sampler.state[p], StepSettings.from_group(group)
+        found = None if has_no_numbers(p) or not theta.numel() else _gradient(sampler, p, state, settings)
+        if found is not None:
+            yield Measured(measure_parameter(name, theta, state, found[0], settings), found[1], width)
+
+
+def _gradient(
+    sampler: Sampler, p: Tensor, state: dict[str, Any], settings: StepSettings
+) -> tuple[RowSample, float | None] | None:
+    """Return rows of a parameter's gradient after Q_G, with the random bits of the next step, and the share that vanishes."""
+    key = settings.key_of(p, state["index"], state["step"] + 1)
+    if (gradient := total_gradient(p, state)) is not None:
+        return take_rows(gradient, settings, key)
+    if (kept := sampler._kept.get(p)) is None:
+        return None
+    rounded, zeros = take_rows(kept.gradient, settings, key)  # all of them: fewer were kept than are measured
+    return RowSample(kept.rows, rounded.gradient), zeros
