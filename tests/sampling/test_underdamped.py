@@ -1,6 +1,7 @@
 """Underdamped dynamics: coefficients, limits, and the moments of one step on the grid, by enumeration."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -125,3 +126,25 @@ def test_a_chain_with_high_friction_has_the_stationary_law_of_sgld() -> None:
         sampler.step()
     truth = 1 / (data * h * (1 - lr * h / 2))
     assert abs(float(p.detach().var()) - truth) < 5 * truth * math.sqrt(2 / n)
+
+
+@pytest.mark.parametrize("c", [0.01, 0.1, 1.0, 10.0])
+def test_the_splitting_is_its_three_parts_in_a_row(c: float) -> None:
+    lr, heat, unit = 0.05, 1 / 16, 0.25
+    k, eta, a = solve(lr, c, heat, unit, "splitting"), math.sqrt(2 * lr * math.tanh(c / 2)), math.exp(-c)
+    theta, v, f, noise = 0.3, 0.7, -0.2, 0.11
+    kicked = v - eta * f
+    new = a * kicked + noise
+    moved = theta + eta / 2 * kicked + eta / 2 * new
+    u, e = v / unit, noise / unit
+    assert u + k.fade * u + k.kick * f + e == pytest.approx(new / unit, rel=1e-12)
+    assert theta + k.carry * u + k.push * f + k.follow * e == pytest.approx(moved, rel=1e-12)
+    assert k.velocity_variance * unit**2 == pytest.approx(heat * (1 - a * a), rel=1e-12)
+
+
+@pytest.mark.parametrize("integrator", ["exact", "splitting"])
+@pytest.mark.parametrize("c", [0.01, 0.3, 5.0])
+def test_a_constant_force_moves_weights_by_lr_a_step_in_the_long_run(integrator: Any, c: float) -> None:
+    k = solve(0.05, c, 1.0, 0.5, integrator)
+    velocity = -k.kick / k.fade  # at which friction and force balance
+    assert k.carry * velocity + k.push == pytest.approx(-0.05, rel=1e-9)

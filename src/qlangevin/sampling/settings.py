@@ -20,7 +20,7 @@ from ..quantization.operators import Algorithm, Rounding
 from ..quantization.qtensor import QTensor
 from ..quantization.random import Key
 from .preconditioner import RMS, parse_preconditioner
-from .underdamped import Underdamped, solve
+from .underdamped import INTEGRATORS, Integrator, Underdamped, solve
 
 __all__ = ["FIELDS", "FORMATS", "NAMED", "SETTINGS", "StepSettings", "parameter_key", "settings_from_text"]
 
@@ -55,6 +55,7 @@ class StepSettings:
     friction: float | None = None  # of underdamped dynamics; None: there is no velocity
     velocity: str | None = None  # None: see `velocity_format`
     masked: bool = False  # some of the parameters have masks
+    integrator: Integrator = "exact"  # of underdamped dynamics
 
     def __post_init__(self) -> None:
         count = self.num_data
@@ -87,6 +88,7 @@ class StepSettings:
             self._set("preconditioner", str(parse_preconditioner(self.preconditioner)))
         if self.friction is not None and not check_number("friction", self.friction, FLOAT32_MAX) > 0:
             raise ValueError("friction must be positive, got 0: without friction nothing forgets where a chain began")
+        check_choice("integrator", self.integrator, INTEGRATORS)
         if self.velocity is not None and self.friction is None:
             raise ValueError("velocity is the format of SGHMC's velocities; SGLD has none")
 
@@ -133,7 +135,7 @@ class StepSettings:
     def underdamped(self, unit: float) -> Underdamped:
         """Return the coefficients of a step with friction, for velocities in a unit."""
         assert self.friction is not None
-        return solve(self.lr, self.friction, self.temperature / self.num_data, unit)
+        return solve(self.lr, self.friction, self.temperature / self.num_data, unit, self.integrator)
 
     @property
     def noise_free_rounding(self) -> Rounding:

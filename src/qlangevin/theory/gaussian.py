@@ -15,8 +15,9 @@ with η = √(lr c), γ = √(c/lr), a = e^-c for the dimensionless friction c =
 
     Var ξ_v = (T/N)(1 - a²)    Var ξ_θ = (T/N)(2c + 4a - a² - 3)/γ²    Cov(ξ_v, ξ_θ) = (T/N)(1 - a)²/γ.
 
-That integrates friction and noise exactly while f stands still; as c grows it becomes SGLD with the same lr. Both are linear: the
-state z minus its mean goes to F z + noise of covariance Q, and the stationary covariance X solves X = F X Fᵀ + Q.
+That integrates friction and noise exactly while f stands still; as c grows it becomes SGLD with the same lr. The splitting
+``update="splitting"`` has, with η² = 2 lr tanh(c/2) and u = v - η √G f, v' = a u + ξ_v and θ' = θ + √G (η/2)(u + v'). All are
+linear: the state z minus its mean goes to F z + noise of covariance Q, and the stationary covariance X solves X = F X Fᵀ + Q.
 
 The low-precision SGHMC of Wang et al. (arXiv 2310.16320) is printed with a plus before the gradient in θ', and its
 variance-corrected form draws ξ_v and ξ_θ independently. ``update="published"`` and ``noise="independent"`` are these.
@@ -35,7 +36,7 @@ from .._validate import check_choice, check_number
 
 __all__ = ["GaussianLaw", "NoiseLaw", "Update", "gaussian"]
 
-Update: TypeAlias = Literal["exact", "published"]
+Update: TypeAlias = Literal["exact", "splitting", "published"]
 NoiseLaw: TypeAlias = Literal["correlated", "independent"]
 MOST_DOUBLINGS = 200
 
@@ -69,12 +70,26 @@ class _Scheme(NamedTuple):
     """Coefficients of SGHMC for one friction: see the equations of this module."""
 
     decay: float  # a
-    push: float  # (1 - a)/γ
+    slow: float  # (1 - a)/γ, of the force on v
+    carry: float  # (1 - a)/γ, of v on θ
     kick: float  # (γη + a - 1)/γ²
     noise: tuple[float, float, float]  # Var ξ_v, Cov, Var ξ_θ, without T/N
 
     @classmethod
-    def of(cls, lr: float, c: float) -> _Scheme:
+    def of(cls, lr: float, c: float, update: Update) -> _Scheme:
+        """Return the coefficients of an update."""
+        return cls.splitting(lr, c) if update == "splitting" else cls.exact(lr, c)
+
+    @classmethod
+    def splitting(cls, lr: float, c: float) -> _Scheme:
+        """Return the coefficients of kick, half a move, friction and noise, half a move."""
+        a, var = math.exp(-c), -math.expm1(-2 * c)
+        eta = math.sqrt(2 * lr * math.tanh(c / 2))
+        middle = (1 + a) / 2
+        return cls(a, a * eta, middle * eta, middle * eta**2, (var, eta / 2 * var, eta**2 / 4 * var))
+
+    @classmethod
+    def exact(cls, lr: float, c: float) -> _Scheme:
         """Return the coefficients; differences of nearly equal numbers are taken by expm1 or by their series."""
         gamma, lost = math.sqrt(c / lr), -math.expm1(-c)  # lost: 1 - a
         kick = c - lost if c > 1e-2 else c * c / 2 * (1 - c / 3 * (1 - c / 4 * (1 - c / 5 * (1 - c / 6))))
@@ -84,7 +99,7 @@ class _Scheme(NamedTuple):
             else c**3 * (2 / 3 - c / 2 + 7 * c**2 / 30 - c**3 / 12 + 31 * c**4 / 1260)
         )
         variances = (-math.expm1(-2 * c), lost**2 / gamma, spread / gamma**2)
-        return cls(math.exp(-c), lost / gamma, kick / gamma**2, variances)
+        return cls(math.exp(-c), lost / gamma, lost / gamma, kick / gamma**2, variances)
 
 
 def gaussian(
@@ -117,7 +132,8 @@ def gaussian(
         friction: c = γη of SGHMC; None is SGLD.
         gradient_noise: covariance of the gradient of the mean loss, from minibatches say: a matrix, or a vector of variances.
         rounding: covariance that rounding the weights adds in each step: a matrix, or a vector of variances.
-        update: ``"published"`` is SGHMC with the sign as printed in arXiv 2310.16320.
+        update: of SGHMC; ``"exact"`` and ``"splitting"`` are its integrators, ``"published"`` is the exact one with the sign
+            as printed in arXiv 2310.16320.
         noise: ``"independent"`` is SGHMC without the correlation of its two noises.
 
     Raises ValueError if there is no stationary law: if A is not positive definite, or lr too large.
@@ -139,7 +155,7 @@ def gaussian(
     if friction is None:
         lost, q = lr * s, 2 * lr * heat * torch.eye(d, dtype=s.dtype) + lr**2 * inputs[0] + inputs[1]
     else:
-        lost, q = _sghmc(s, _Scheme.of(lr, friction), heat, inputs, update, noise)
+        lost, q = _sghmc(s, _Scheme.of(lr, friction, update), heat, inputs, update, noise)
     radius = _check_stable(lost, s, lr, friction, update)
     x = solve_lyapunov(lost, q)
     summed = torch.linalg.solve(lost, x)
@@ -159,10 +175,10 @@ def _sghmc(
     s: Tensor, scheme: _Scheme, heat: float, inputs: tuple[Tensor, Tensor], update: Update, noise: NoiseLaw
 ) -> tuple[Tensor, Tensor]:
     """Return I - F and Q of SGHMC for the state (v, θ/√G); ``inputs`` are the covariances of gradients and of rounding."""
-    one, sign = torch.eye(len(s), dtype=s.dtype), 1 if update == "exact" else -1
-    pull = (scheme.push, sign * scheme.kick)  # of the gradient on v and on θ
+    one, sign = torch.eye(len(s), dtype=s.dtype), -1 if update == "published" else 1
+    pull = (scheme.slow, sign * scheme.kick)  # of the gradient on v and on θ
     lost = torch.cat(
-        (torch.cat(((1 - scheme.decay) * one, pull[0] * s), 1), torch.cat((-pull[0] * one, pull[1] * s), 1))
+        (torch.cat(((1 - scheme.decay) * one, pull[0] * s), 1), torch.cat((-scheme.carry * one, pull[1] * s), 1))
     )
     var_v, cov, var_theta = (heat * x for x in scheme.noise)
     cov = cov if noise == "correlated" else 0.0
@@ -197,21 +213,21 @@ def _check_stable(lost: Tensor, s: Tensor, lr: float, friction: float | None, up
     stiffest = float(torch.linalg.eigvalsh(s)[-1])
     radius = math.sqrt(max(1.0, 1 + float(excess.max())))
     remedy = 'use update="exact"'
-    if update == "exact":
-        remedy = f"lr must be below {_largest_step(friction) / stiffest:.6g}"
+    if update != "published":
+        remedy = f"lr must be below {_largest_step(friction, update) / stiffest:.6g}"
     raise ValueError(f"at lr={lr:g} the chain diverges (spectral radius {radius:.6g}); {remedy}")
 
 
-def _largest_step(c: float | None) -> float:
+def _largest_step(c: float | None, update: Update) -> float:
     """Return the bound of lr times the largest eigenvalue: where a root of F's characteristic polynomial is -1 or a pair leaves
     the unit circle (the criterion of Jury).
     """
     if c is None:
         return 2.0
-    a, push, kick, _ = _Scheme.of(1.0, c)
-    flips = (1 + a) * kick - push**2
-    spirals = push**2 - a * kick
-    return min([2 * (1 + a) / flips] * (flips > 0) + [(1 - a) / spirals] * (spirals > 0))
+    a, slow, carry, kick, _ = _Scheme.of(1.0, c, update)
+    flips = (1 + a) * kick - slow * carry
+    spirals = slow * carry - a * kick
+    return min([2 * (1 + a) / flips] * (flips > 0) + [(1 - a) / spirals] * (spirals > 1e-12 * kick))
 
 
 # ---- arguments
