@@ -287,9 +287,53 @@ def raw_step(rng: Random) -> str:
     spoiled = rng.random() < 0.6
     if spoiled:
         spoil(rng.choice((arguments, settings)), rng)
-    fine, _ = attempt(lambda: native.kernels.sgld([native.kernels.Step(**arguments)], **settings))
-    expect(fine or spoiled, "a sound step was refused")
+    beside = [draw_beside(name, case, rng) for name in ("center", "moments", "velocity") if rng.random() < 0.3]
+    mask = {"mask": memory(torch.full((-(-theta.numel() // 8),), 0x5A, dtype=torch.uint8))}
+    if spoiled:
+        spoil(rng.choice([kept for _, kept, _, _ in beside] or [mask]), rng)
+    masked = rng.random() < 0.3
+
+    def step() -> None:
+        made = native.kernels.Step(**arguments)
+        for name, kept, numbers, _ in beside:
+            getattr(made, f"set_{name}")(tuple(kept.values()), **numbers)
+        if masked:
+            made.set_mask(mask["mask"])
+        native.kernels.sgld([made], **settings)
+
+    fine, error = attempt(step)
+    odd = any(format != FP32 for *_, format in beside)  # lines of several grids must divide one another
+    expect(fine or spoiled or odd, f"a sound step was refused: {error}")
     return COMPUTED if fine else REFUSED
+
+
+def draw_beside(name: str, case: Case, rng: Random) -> tuple[str, dict[str, Any], dict[str, Any], Format]:
+    """Return numbers that a step keeps beside the weights, as the kernels take them, and what comes with them."""
+    values, format = case.x.nan_to_num(0.0, 1.0, -1.0).abs(), FP32 if rng.random() < 0.5 else case.format
+    kept: dict[str, Any] = {"numbers": memory(values), "codes": None, "exponents": None, "code_bytes": 0}
+    if format != FP32:
+        codes, exponents = case.coded()
+        kept = {"numbers": None, "codes": memory(codes), "exponents": memory(exponents), "code_bytes": codes.itemsize}
+        values = codes if exponents is None else exponents  # kept alive below
+        KEPT_ALIVE.append(codes)
+    KEPT_ALIVE.append(values)
+    del KEPT_ALIVE[:-64]
+    numbers: dict[str, dict[str, Any]] = {
+        "center": {"pull": 0.1},
+        "moments": {
+            "decay": 0.9,
+            "fresh": 0.1,
+            "eps": 1e-3,
+            "scale": 4.0,
+            "unscale": 0.25,
+            "frozen": rng.random() < 0.3,
+        },
+        "velocity": {"seed": 1, "stream": 2, "step": 3, "coefficients": [-0.1, -0.2, 0.1, -0.01, 0.05, 0.2, 1e-3]},
+    }
+    return name, {**kept, "grid": raw_grid(format, case.shape)}, numbers[name], format
+
+
+KEPT_ALIVE: list[Tensor] = []  # tensors whose memory was handed over by address
 
 
 def raw_rest(rng: Random) -> str:
