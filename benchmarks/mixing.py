@@ -5,8 +5,9 @@
 Three problems. A Gaussian in 16 dimensions, condition number 100: autocorrelation times are solved for, nothing is sampled. The
 digits of scikit-learn with one hidden layer, and MNIST with logistic regression: four chains of each sampler from weights of
 their own, as many gradients each, and of the log-likelihood of the training data R-hat and effective samples over all chains.
-What is tuned is the learning rate, over three factors of 2.5: the setting with the most effective samples counts whose chains agree
-best (R-hat at most 0.05 above the least) and whose mean loss is at most 10 % above the least of all. Test data are not looked at.
+What is tuned is the learning rate, over three factors of 2.5: of the settings whose chains agree
+best (R-hat at most 0.05 above the least) and whose mean loss is at most 10 % above the least of all, the one with the most
+effective samples counts. Test data are not looked at.
 """
 
 from __future__ import annotations

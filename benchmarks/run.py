@@ -26,6 +26,7 @@ from . import (
     coarsening,
     memory,
     quantizers,
+    samplers,
     scaling,
     steps,
     storage,
@@ -37,6 +38,7 @@ from .timing import Row, machine
 
 Part = Literal[
     "steps",
+    "samplers",
     "quantizers",
     "training",
     "memory",
@@ -115,6 +117,8 @@ def timings(options: Options, qtorch: ModuleType | None, console: Console) -> li
     for part in (p for p in PARTS if p in options.only):
         if part == "steps" and native.available:
             rows += steps.run(100 * scale)
+        elif part == "samplers" and native.available:
+            rows += samplers.run(60 * scale)
         elif part == "quantizers" and native.available:
             rows += quantizers.run(60 * scale, qtorch)
         elif part == "training" and native.available:
