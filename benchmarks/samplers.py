@@ -1,8 +1,8 @@
 """Steps of samplers that are more than SGLD's: localization, masks, gains and velocities, against SGLD on the same weights.
 
 One matrix of 2M weights in 8 bits, two regimes: noise below v_0 of the grid, where no Gaussian is drawn, and above. Learning
-rates are such that weights get the same noise in each. Then, if devinterp is installed, its SGLD with localization and its RMSprop
-against ours: float32 parameters, and bfloat16 ones against bf16 and packed bfp8. Bytes a weight are of weights and state.
+rates are such that weights get the same noise in each. Then, if devinterp is installed, its SGLD with localization and its
+RMSprop against ours: float32 parameters, and bfloat16 ones against bf16 and packed bfp8. Bytes are of weights and state.
 """
 
 from __future__ import annotations
