@@ -188,27 +188,40 @@ void stochastic_float(M x, float *out, int64_t at, int64_t n, const Grid &grid, 
     });
 }
 
+// Gaussian noise first, then the number nearest to it, then one of its neighbours a gap 2^e away.
+inline F settle_float(const Point &p, F s, F h, F xi, I e, const Grid &grid) {
+    const Point x = {p.whole, p.rest + root(positive(s - 0.25f)) * xi};
+    return settle_quiet(Nearest(x, float_parts(x, e, grid)), all(0.25f), h);
+}
+
 template <bool kTiny, class M, class V>
 void corrected_float(M mu, V v, float *out, int64_t at, int64_t n, const Grid &grid, Bits &centered, Bits &normal) {
-    const float fit = float(kSlack / (double(grid.top) - 1.5));
+    const float fit = float(kSlack / (double(grid.top) - 0.5));
     with_bits(at, n, centered, &normal, [=, grid = grid](int64_t i, auto part, F h, F xi) {
         const F total = mu.total(i, part), variance = v.at(i, part), sigma = root(variance);
-        const F room = lesser(sigma, (magnitude(total) + sigma * kNormalBound) * fit);
-        const I e = lesser(greater(float_gap<kTiny>(total, grid), ceil_log2(room)), I{} + grid.max_gap);
+        const F reach = (magnitude(total) + sigma * kNormalBound) * fit;
+        const I own = float_gap<kTiny>(total, grid);
+        const I e = lesser(greater(own, ceil_log2(lesser(sigma, reach))), I{} + grid.max_gap);
         const Gaps<kTiny> g(e);
         const Point p = M::divided(mu.template in<false>(g, i, part));
-        const F s = g.variance_of(variance), spread = sigma * g.lift * g.inverse;  // the root of s, where that is not bounded
-        const I gaussian = (s > 0.25f) & (magnitude(p.y()) + spread * kNormalBound + 1.5f <= grid.top);
+        const F s = g.variance_of(variance);
+        const I gaussian = (s > 0.25f) & (reach * g.lift <= g.gap);
         if (!any(~gaussian)) {
-            part.store(out + i, onto(settle_gaussian(p, s, h, xi) * g.gap, g.down, grid.low, grid.high, total));
+            part.store(out + i, onto(settle_float(p, s, h, xi, e, grid) * g.gap, g.down, grid.low, grid.high, total));
             return;
         }
-        const I twice = ~gaussian & ~feasible(Nearest(p), s, grid.top) & (e < grid.max_gap);
-        const bool wider = any(twice);
-        const F half = twice ? all(0.5f) : all(1.0f);
-        const F three = wider ? settle_wide(mu.in_wider(g, half, i, part), s * (half * half), h, grid.top) / half
-                              : settle_wide(p, s, h, grid.top);
-        const F code = any(gaussian) ? (gaussian ? settle_gaussian(p, s, h, xi) : three) : three;
+        const Nearest near = any(e > own) ? Nearest(p, float_parts(p, e, grid)) : Nearest(p);
+        const I twice = ~gaussian & ~feasible(near, s, grid.top) & (e < grid.max_gap);
+        F three;
+        if (any(twice)) {
+            const F half = twice ? all(0.5f) : all(1.0f);
+            const Point wider = M::divided(mu.in_wider(g, half, i, part));
+            const Nearest beside(wider, float_parts(wider, twice ? e + 1 : e, grid));
+            three = settle_wide(beside, s * (half * half), h, grid.top) / half;
+        } else {
+            three = settle_wide(near, s, h, grid.top);
+        }
+        const F code = any(gaussian) ? (gaussian ? settle_float(p, s, h, xi, e, grid) : three) : three;
         part.store(out + i, onto(code * g.gap, g.down, grid.low, grid.high, total));
     });
 }
