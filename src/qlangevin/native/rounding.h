@@ -95,16 +95,19 @@ inline F settle(const Point &p, F s, I gaussian, F h, F xi) {
     return gaussian ? settle_gaussian(p, s, h, xi) : settle_discrete(p, s, h);
 }
 
-// Probabilities of n - below and n + above, with mean n + r and variance s: `outcomes` of laws.py.
+// Probabilities of n - below and n + above, with mean n + r and variance s: `outcomes` of laws.py where at most one of the two
+// distances is 2 and not 1. Then a division is by 2, 3 or 6.
 struct Outcomes {
     F below, above, down, up;
     Outcomes(F r, F s, F below_, F above_) : below(below_), above(above_) {
         const F plus = positive(r), minus = positive(-r);
         const F least = plus * (above - plus) + minus * (below - minus);
-        const F room = (1.0f - plus / above - minus / below) * (below * above);
-        const F extra = lesser(positive(s - least), room);
-        up = plus / above + extra / (above * (below + above));
-        down = minus / below + extra / (below * (below + above));
+        const F to_above = plus * (1.5f - 0.5f * above), to_below = minus * (1.5f - 0.5f * below);
+        const F extra = lesser(positive(s - least), (1.0f - to_above - to_below) * (below * above));
+        const I far_above = above == 2.0f, far_below = below == 2.0f;
+        const F two = extra * 0.5f, three = extra / 3.0f, six = three * 0.5f;
+        up = to_above + (far_above ? six : far_below ? three : two);
+        down = to_below + (far_below ? six : far_above ? three : two);
     }
 };
 
