@@ -159,11 +159,11 @@ class Float(Format):
         return KernelGrid(GridKind.FLOAT, self.man, *limits)
 
     def law(self, mu: Mean, v: Tensor) -> Law:
-        """Return the law of Q^vc: x = μ + sqrt(v - Δ²/4) ξ settles on n - Δ, n or n + Δ, n the float nearest to x.
+        """Return the law of Q^vc: x = μ + sqrt(v - Δ²/4) ξ, then n - Δ, n or n + Δ with mean x and variance Δ²/4.
 
-        Δ is the least gap >= Δ(μ) that is nowhere exceeded by floats that x can reach. So the second part of the variance, Δ²/4, is
-        the same wherever x is, and n has the gap that floats have there. (Of those, the ones for which n ± Δ are floats.) Where v
-        is less than Δ²/4 there is no noise to add, and the outcomes are n - σ, n, n + σ: σ is the power of two above sqrt(v).
+        Δ is the least gap >= Δ(μ) that floats within reach of the noise do not exceed, so that the second part of the variance
+        is the same wherever x lands. n is the float nearest to x, on the gap that floats have at |x| + Δ: then n ± Δ are
+        floats, too. Where v <= Δ²/4 nothing is added, and Δ is the least gap >= Δ(μ) on which three outcomes reach v.
         """
         sigma, total = root(v), mu.total
         reach = (total.abs() + sigma * NORMAL_BOUND) * (SLACK / (self.top - 0.5))  # on this gap n + 1 <= top
