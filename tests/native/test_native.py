@@ -149,6 +149,16 @@ def test_a_mean_and_its_move_in_every_format(name: str, magnitude: float) -> Non
                 both_paths_agree(lambda m=mean, v=variance: operators.draw(m, v, format, Key(2, 3, 4)))  # type: ignore[misc]
 
 
+@pytest.mark.parametrize("name", ["e4m3", "fp8_e5m2", "bf16", "fp16", "e2m1", "e3m0", "e8m1", "e8m18", "e6m22"])
+def test_floats_of_all_binades_with_noise_of_all_sizes(name: str) -> None:
+    generator, format = torch.Generator().manual_seed(0), parse(name)
+    start = quantize(torch.randn(3000, generator=generator) * torch.exp2(torch.arange(3000) % 24 - 12), name)
+    for move in (None, start * -1e-6, start * torch.randn(3000, generator=generator), -start):  # the last cancels
+        for v in (1e-9, 1e-6, 1e-4, 1e-2, 1.0):
+            mean, variance = laws.Mean(start, move), torch.tensor(v)
+            both_paths_agree(lambda m=mean, v=variance: operators.draw(m, v, format, Key(9)))  # type: ignore[misc]
+
+
 @pytest.mark.parametrize("name", ["bfp8", "bfp4", "bfp2", "bfp3/16", "bfp8/tensor", "bfp8e3"])
 def test_several_at_the_top_of_a_block(name: str) -> None:
     # Weights on the grid of which many are ±N, and drifts in and out of the block's range: the case that tosses a coin.

@@ -92,6 +92,46 @@ def test_figure_1(method: Method, stepsize: float, variance: float) -> None:
         assert law.w2 == pytest.approx(1 / 8 / math.sqrt(12), rel=2e-3)
 
 
+@pytest.mark.parametrize("stepsize", [0.3, 0.1, 0.05, 1e-2, 1e-3])
+@pytest.mark.parametrize("name", ["e4m3", "fp8_e5m2", "e3m4"])
+def test_corrected_rows_on_floats_have_mean_mu_and_variance_v(name: str, stepsize: float) -> None:
+    law, format = stationary(name, stepsize), parse(name)
+    inner = law.points.abs() < 4  # where nothing is clipped
+    mu = ((1 - stepsize) * law.points)[inner]
+    gap = format.gap(mu)
+    r = (mu / gap).frac().abs()
+    wanted = (r * (1 - r) * gap**2).clamp_min(2 * stepsize)
+    rows = law.transition[inner]
+    torch.testing.assert_close(rows @ law.points, mu, atol=1e-9, rtol=0)
+    torch.testing.assert_close((rows * (law.points - mu[:, None]) ** 2).sum(1), wanted, atol=1e-12, rtol=1e-8)
+
+
+def least_w2(name: str) -> float:
+    """The distance of N(0, 1) from the nearest law on a grid: every number goes to the nearest grid point."""
+    points, half = grid(name), math.sqrt(0.5)
+    below = (torch.erf((points[1:] + points[:-1]) / 2 * half) + 1) / 2
+    one = torch.ones(1, dtype=torch.float64)
+    return wasserstein2(points, torch.cat((0 * one, below, one)).diff(), Normal(0.0, 1.0))
+
+
+@pytest.mark.parametrize(
+    ("name", "least", "figures"),
+    [
+        ("e4m3", 0.0265, {0.1: 0.0419, 0.05: 0.0337, 0.02: 0.0308, 0.01: 0.0296, 1e-3: 0.0269, 1e-4: 0.0267}),
+        ("fp8_e4m3", 0.0265, {0.05: 0.0337, 0.01: 0.0296}),
+        ("fp8_e5m2", 0.0528, {0.05: 0.0707, 0.02: 0.0588, 0.01: 0.0588, 1e-3: 0.0540}),
+        ("e3m5", 0.0066, {0.05: 0.0145, 0.01: 0.0073, 1e-3: 0.0068}),
+    ],
+)
+def test_figures_of_floats(name: str, least: float, figures: dict[float, float]) -> None:
+    assert least_w2(name) == pytest.approx(least, abs=1e-4)
+    for stepsize, w2 in figures.items():
+        found = stationary(name, stepsize)
+        assert found.w2 == pytest.approx(w2, abs=1e-4)
+        if stepsize <= 0.05:
+            assert found.w2 < stationary(name, stepsize, "stochastic").w2
+
+
 def test_slow_chain_is_solved_to_full_relative_accuracy() -> None:
     law = stationary("fixed8.3", 1e-5, "nearest")  # a move has probability 1e-44
     flow = law.probabilities[:, None] * law.transition

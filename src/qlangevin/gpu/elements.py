@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from ..quantization.formats import GridKind
+from .generator import bits_of
 from .laws import (
     NORMAL_BOUND,
     V0,
@@ -21,9 +22,9 @@ from .laws import (
     gap_of,
     in_gaps,
     nearest_integer,
+    nearest_part,
     nearest_to,
     point_of,
-    reaches,
     settle_quiet,
     settle_stochastic,
     settle_wide,
@@ -97,26 +98,34 @@ def round_fixed(start, move, total, v, h, xi, grid, ROUNDING: tl.constexpr, MOVE
 
 
 @triton.jit
+def nearest_float(point, e, grid):
+    """Return (n, r) on a gap 2^e: the nearest number that is a float, as are n - 1 and n + 1; `laws.parts`."""
+    shift, min_gap, _, top, _, _, _, _, _ = grid
+    z = tl.maximum(tl.abs(point[0] + point[1]) + 1.0, tl.abs(point[1]) * (top * 2.0**-23))
+    level = shift + 127 - (bits_of(z) >> 23).to(tl.int32)
+    return nearest_part(point, tl.minimum(tl.maximum(level, 0), e - min_gap))
+
+
+@triton.jit
 def correct_float(start, move, total, v, h, xi, grid, MOVED: tl.constexpr, TINY: tl.constexpr):
-    """Return Q^vc on the least gap on which it stays below ``top``: `Float.law`."""
-    _, _, max_gap, top, _, _, _, _, fit = grid
+    """Return Q^vc: Gaussian noise where the gap leaves room for it, then one of three outcomes; `Float.law`."""
+    _, _, max_gap, top, _, _, _, fit, _ = grid
     sigma = tl.sqrt_rn(v)
-    room = tl.minimum(sigma, (tl.abs(total) + sigma * NORMAL_BOUND) * fit)
-    e = tl.minimum(tl.maximum(float_gap(total, grid), ceil_log2(room)), max_gap)
+    reach = (tl.abs(total) + sigma * NORMAL_BOUND) * fit
+    e = tl.minimum(tl.maximum(float_gap(total, grid), ceil_log2(tl.minimum(sigma, reach))), max_gap)
     gap = gap_of(e, TINY)
     s = variance_in_gaps(v, gap, TINY)
     point = point_of(start, move, gap, TINY, MOVED)
-    gaussian = (s > V0) & (reaches(point[0] + point[1], s) <= top)
-    n, r = nearest_to(point)
+    lift, _, size, _ = gap
+    gaussian = (s > V0) & ((reach * lift if TINY else reach) <= size)
+    n, r = nearest_float(point, e, grid)
     # Without room for Gaussian noise three outcomes must do; where even they are too narrow, twice the gap is enough.
-    twice = (gaussian == 0) & (feasible(n, r, s, top) == 0) & (e < max_gap)
-    wider = gap_of(tl.where(twice, e + 1, e), TINY)
-    n, r = nearest_to(point_of(start, move, wider, TINY, MOVED))
-    three = from_gaps(settle_wide(n, r, variance_in_gaps(v, wider, TINY), h, top), wider, TINY)
-    noisy, left = with_noise(point, s, gaussian, xi)
-    n, r = nearest_to(noisy)
-    with_gaussian = from_gaps(settle_quiet(n, r, left, h), gap, TINY)
-    return onto(tl.where(gaussian, with_gaussian, three), grid, total)
+    e += ((gaussian == 0) & (feasible(n, r, s, top) == 0) & (e < max_gap)).to(tl.int32)
+    gap = gap_of(e, TINY)
+    point = point_of(start, move, gap, TINY, MOVED)
+    noisy, left = with_noise(point, variance_in_gaps(v, gap, TINY), gaussian, xi)
+    n, r = nearest_float(noisy, e, grid)
+    return onto(from_gaps(settle_wide(n, r, left, h, top), gap, TINY), grid, total)
 
 
 @triton.jit

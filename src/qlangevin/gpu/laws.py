@@ -128,6 +128,14 @@ def nearest_to(point):
     return integer + offset, rest - offset
 
 
+@triton.jit
+def nearest_part(point, level):
+    """Return (n, r): the multiple of 2^-level nearest to a point, and what the point has beyond it."""
+    integer, rest = point
+    offset = nearest_integer(rest * power_of_two(level)) * power_of_two(-level)
+    return integer + offset, rest - offset
+
+
 # ---- draws on the integers
 
 

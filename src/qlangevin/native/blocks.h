@@ -143,7 +143,7 @@ struct Block {
         const F outwards = near.r * (near.n < 0.0f ? all(-1.0f) : all(1.0f));
         const Outcomes o(outwards, s, all(1.0f), all(size == top + 1 ? 2.0f : 1.0f));
         const float outside = size == top ? o.up[0] : size == top + 1 ? 1.0f - o.down[0] : size > top ? 1.0f : 0.0f;
-        return {law.on(settle_wide(p, s, all(centered.one(at + m)), top + 1), fine)[0], outside, possible};
+        return {law.on(settle_wide(near, s, all(centered.one(at + m)), top + 1), fine)[0], outside, possible};
     }
 
     // Draws the coordinates at risk first, on the coarse gap and the largest alone; the block is fine unless one is outside.

@@ -188,27 +188,45 @@ void stochastic_float(M x, float *out, int64_t at, int64_t n, const Grid &grid, 
     });
 }
 
+// The gap of a law of floats in each lane, 2^e, and the mean and the variance in gaps; `widened` doubles some gaps.
+struct FloatLaw {
+    I e;
+    Point p;
+    F s, doubled;  // 2 where the gap has been doubled, else 1
+};
+
+// Three outcomes may be too narrow for more than 3/4 of a squared gap; twice the gap is enough.
+template <bool kTiny, class M, class P>
+__attribute__((noinline)) FloatLaw widened(const FloatLaw &law, I gaussian, M mu, const Gaps<kTiny> &g, const Grid &grid, int64_t i,
+                                           P part) {
+    const Nearest near(law.p, float_parts(law.p, law.e, grid));
+    const I twice = ~gaussian & ~feasible(near, law.s, grid.top) & (law.e < grid.max_gap);
+    const F half = twice ? all(0.5f) : all(1.0f);
+    return {law.e - twice, M::divided(mu.in_wider(g, half, i, part)), law.s * (half * half), twice ? all(2.0f) : all(1.0f)};  // a mask that is true is -1
+}
+
 template <bool kTiny, class M, class V>
 void corrected_float(M mu, V v, float *out, int64_t at, int64_t n, const Grid &grid, Bits &centered, Bits &normal) {
-    const float fit = float(kSlack / (double(grid.top) - 1.5));
+    const float fit = float(kSlack / (double(grid.top) - 0.5));
     with_bits(at, n, centered, &normal, [=, grid = grid](int64_t i, auto part, F h, F xi) {
         const F total = mu.total(i, part), variance = v.at(i, part), sigma = root(variance);
-        const F room = lesser(sigma, (magnitude(total) + sigma * kNormalBound) * fit);
-        const I e = lesser(greater(float_gap<kTiny>(total, grid), ceil_log2(room)), I{} + grid.max_gap);
+        const F reach = (magnitude(total) + sigma * kNormalBound) * fit;
+        const I own = float_gap<kTiny>(total, grid);
+        const I e = lesser(greater(own, ceil_log2(lesser(sigma, reach))), I{} + grid.max_gap);
         const Gaps<kTiny> g(e);
-        const Point p = M::divided(mu.template in<false>(g, i, part));
-        const F s = g.variance_of(variance), spread = sigma * g.lift * g.inverse;  // the root of s, where that is not bounded
-        const I gaussian = (s > 0.25f) & (magnitude(p.y()) + spread * kNormalBound + 1.5f <= grid.top);
+        FloatLaw law = {e, M::divided(mu.template in<false>(g, i, part)), g.variance_of(variance), all(1.0f)};
+        const I gaussian = (law.s > 0.25f) & (reach * g.lift <= g.gap);
+        const F noise = root(positive(law.s - 0.25f)) * xi;
         if (!any(~gaussian)) {
-            part.store(out + i, onto(settle_gaussian(p, s, h, xi) * g.gap, g.down, grid.low, grid.high, total));
+            const Point x = {law.p.whole, law.p.rest + noise};
+            const F code = settle_quiet(Nearest(x, float_parts(x, e, grid)), all(0.25f), h);
+            part.store(out + i, onto(code * g.gap, g.down, grid.low, grid.high, total));
             return;
         }
-        const I twice = ~gaussian & ~feasible(Nearest(p), s, grid.top) & (e < grid.max_gap);
-        const bool wider = any(twice);
-        const F half = twice ? all(0.5f) : all(1.0f);
-        const F three = wider ? settle_wide(mu.in_wider(g, half, i, part), s * (half * half), h, grid.top) / half
-                              : settle_wide(p, s, h, grid.top);
-        const F code = any(gaussian) ? (gaussian ? settle_gaussian(p, s, h, xi) : three) : three;
+        if (any(~gaussian & (law.s > 0.75f))) law = widened(law, gaussian, mu, g, grid, i, part);
+        const Point x = {law.p.whole, law.p.rest + (gaussian ? noise : F{})};
+        const Nearest near = any(gaussian | (law.e > own)) ? Nearest(x, float_parts(x, law.e, grid)) : Nearest(x);
+        const F code = settle_wide(near, gaussian ? all(0.25f) : law.s, h, grid.top) * law.doubled;
         part.store(out + i, onto(code * g.gap, g.down, grid.low, grid.high, total));
     });
 }

@@ -33,13 +33,23 @@ struct Point {
 
 inline Point split(F y) { return {whole(y), y - whole(y)}; }
 
-// The integer nearest to a point, and what the point has beyond it.
+// 2^l in the lanes, for exponents of normal numbers.
+inline F power_of_two(I l) { return (F)((l + 127) << 23); }
+
+// Powers of two 2^l: numbers near a point are multiples of 1/2^l.
+struct Parts {
+    F parts, inverse;
+    explicit Parts(I l) : parts(power_of_two(l)), inverse(power_of_two(-l)) {}
+};
+
+// The integer nearest to a point, or the nearest multiple of 1/parts, and what the point has beyond it.
 struct Nearest {
     F n, r;
-    explicit Nearest(const Point &p) {
-        const F offset = nearest_integer(p.rest);
-        n = p.whole + offset, r = p.rest - offset;
-    }
+    explicit Nearest(const Point &p) : Nearest(p, nearest_integer(p.rest)) {}
+    Nearest(const Point &p, const Parts &of) : Nearest(p, nearest_integer(p.rest * of.parts) * of.inverse) {}
+
+  private:
+    Nearest(const Point &p, F offset) : n(p.whole + offset), r(p.rest - offset) {}
 };
 
 // -1 where x is negative, else 1.
@@ -85,22 +95,24 @@ inline F settle(const Point &p, F s, I gaussian, F h, F xi) {
     return gaussian ? settle_gaussian(p, s, h, xi) : settle_discrete(p, s, h);
 }
 
-// Probabilities of n - below and n + above, with mean n + r and variance s: `outcomes` of laws.py.
+// Probabilities of n - below and n + above, with mean n + r and variance s: `outcomes` of laws.py where at most one of the two
+// distances is 2 and not 1. Then a division is by 2, 3 or 6.
 struct Outcomes {
     F below, above, down, up;
     Outcomes(F r, F s, F below_, F above_) : below(below_), above(above_) {
         const F plus = positive(r), minus = positive(-r);
         const F least = plus * (above - plus) + minus * (below - minus);
-        const F room = (1.0f - plus / above - minus / below) * (below * above);
-        const F extra = lesser(positive(s - least), room);
-        up = plus / above + extra / (above * (below + above));
-        down = minus / below + extra / (below * (below + above));
+        const F to_above = plus * (1.5f - 0.5f * above), to_below = minus * (1.5f - 0.5f * below);
+        const F extra = lesser(positive(s - least), (1.0f - to_above - to_below) * (below * above));
+        const I far_above = above == 2.0f, far_below = below == 2.0f;
+        const F two = extra * 0.5f, three = extra / 3.0f, six = three * 0.5f;
+        up = to_above + (far_above ? six : far_below ? three : two);
+        down = to_below + (far_below ? six : far_above ? three : two);
     }
 };
 
 // The same without Gaussian part where the neighbour of ±wide_at on the far side is two away.
-inline F settle_wide(const Point &p, F s, F h, float wide_at) {
-    const Nearest at(p);
+inline F settle_wide(const Nearest &at, F s, F h, float wide_at) {
     if (!any(magnitude(at.n) == wide_at)) return spread(at, s, h);  // no division
     const F above = at.n == wide_at ? all(2.0f) : all(1.0f), below = at.n == -wide_at ? all(2.0f) : all(1.0f);
     const Outcomes o(at.r, s, below, above);
@@ -175,6 +187,13 @@ inline I float_gap(F x, const Grid &grid) {
     const I tiny = kTiny ? size < 0x1p-100f : I{};
     const I e = (I)((U)(size * (tiny ? all(0x1p64f) : all(1.0f))) >> 23) - (127 + grid.shift) - (tiny & 64);
     return lesser(greater(e, I{} + grid.min_gap), I{} + grid.max_gap);
+}
+
+// `parts` of laws.py on a gap 2^e: how fine numbers n near a point may be if n - 1 and n + 1 are to be on the grid.
+inline Parts float_parts(const Point &p, I e, const Grid &grid) {
+    const F z = greater(magnitude(p.y()) + 1.0f, magnitude(p.rest) * (grid.top * 0x1p-23f));
+    const I l = 127 + grid.shift - (I)((U)z >> 23);
+    return Parts(lesser(greater(l, I{}), e - grid.min_gap));
 }
 
 inline I ceil_log2(F x) {

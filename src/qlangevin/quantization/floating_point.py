@@ -21,7 +21,7 @@ from .format_base import (
     check_field,
     power_of_two,
 )
-from .laws import SLACK, Law, Mean, feasible
+from .laws import SLACK, V0, Law, Mean, feasible, in_gaps
 from .random import NORMAL_BOUND, root
 
 __all__ = ["BF16", "FP8_E4M3", "FP8_E5M2", "FP16", "FP32", "Float"]
@@ -159,15 +159,28 @@ class Float(Format):
         return KernelGrid(GridKind.FLOAT, self.man, *limits)
 
     def law(self, mu: Mean, v: Tensor) -> Law:
-        """Return the law on the least gap >= Δ(μ) on which it stays below ``top``: up to there its multiples are floats."""
-        sigma, top, total = root(v), self.top, mu.total
-        room = torch.minimum(sigma, (total.abs() + sigma * NORMAL_BOUND) * (SLACK / (top - 1.5)))
-        exponent = torch.maximum(self.gap_exponent(total), ceil_log2(room)).clamp_max(self.max_gap_exponent)
-        law = Law.on(mu, v, power_of_two(exponent, total.dtype), top)
+        """Return the law of Q^vc: x = μ + sqrt(v - Δ²/4) ξ, then n - Δ, n or n + Δ with mean x and variance Δ²/4.
+
+        Δ is the least gap >= Δ(μ) that floats within reach of the noise do not exceed, so that the second part of the variance
+        is the same wherever x lands. n is the float nearest to x, on the gap that floats have at |x| + Δ: then n ± Δ are
+        floats, too. Where v <= Δ²/4 nothing is added, and Δ is the least gap >= Δ(μ) on which three outcomes reach v.
+        """
+        sigma, total = root(v), mu.total
+        reach = (total.abs() + sigma * NORMAL_BOUND) * (SLACK / (self.top - 0.5))  # on this gap n + 1 <= top
+        exponent = torch.maximum(self.gap_exponent(total), ceil_log2(torch.minimum(sigma, reach)))
+        exponent = exponent.clamp_max(self.max_gap_exponent)
+        law = self._law_on(mu, v, exponent)
+        gaussian = (law.s > V0) & (reach <= law.gap)
         # Without room for Gaussian noise three outcomes must do; where even they are too narrow, twice the gap is enough.
-        double = ~law.gaussian & ~feasible(*law.point.nearest(), law.s, top) & (exponent < self.max_gap_exponent)
-        wider = Law.on(mu, v, law.gap * torch.where(double, 2.0, 1.0))
-        return wider._replace(gaussian=law.gaussian, wide_at=top)
+        double = ~gaussian & ~feasible(*law.nearest(), law.s, self.top) & (exponent < self.max_gap_exponent)
+        return self._law_on(mu, v, exponent + double.to(exponent.dtype))._replace(gaussian=gaussian)
+
+    def _law_on(self, mu: Mean, v: Tensor, exponent: Tensor) -> Law:
+        """Return the law of three outcomes whose distance is 2^exponent."""
+        gap = power_of_two(exponent, mu.start.dtype)
+        finest = power_of_two((exponent - self.min_gap_exponent).clamp_max(self.man), mu.start.dtype)
+        point, s = in_gaps(mu, v, gap)
+        return Law(gap, point, s, torch.zeros_like(s, dtype=torch.bool), self.top, finest)
 
     def encode(self, values: Tensor) -> tuple[Tensor, Tensor]:
         none = values.new_empty(0, dtype=torch.int8)

@@ -169,7 +169,7 @@ class Format(ABC):
     # ---- rounding
 
     def law(self, mu: Mean, v: Tensor) -> Law:
-        """Return the law of Q^vc(μ, v), on gaps that are settled before the noise is drawn."""
+        """Return the law of Q^vc(μ, v); the distance of its outcomes is settled before the noise is drawn."""
         raise NotImplementedError(f"an element of {self} has no law of its own: it depends on the others of its block")
 
     def draw(self, mu: Mean, v: Tensor, draws: Draws) -> Tensor:

@@ -11,6 +11,10 @@ from n to each neighbour (see `outcomes`). So
 
 has the mean and variance of Algorithm 2 in fewer random numbers, and Q^s(μ) = Q^vc(μ, 0).
 
+Floating point. The law only needs a grid that has n - 1, n and n + 1, not one of integers: any such n with r = y - n, |r| <= 1/2,
+gives mean y and variance s, if s >= |r| (1 - |r|). The floats around y are finer than the widest gap that noise can reach, so n
+is the nearest of the finest multiples of 1/parts that have their neighbours one away on the grid, too (see `parts`).
+
 Digits. A step moves a weight θ, a large integer of gaps, by a drift that can be a billionth of a gap; their sum in float32 would
 lose it. So a mean is a pair (`Mean`), in gaps an integer and a rest (`Point`), and the random numbers h that are compared with
 probabilities have all their digits near zero (`random.centered`).
@@ -26,7 +30,19 @@ from torch import Tensor
 
 from .random import NORMAL_BOUND, root
 
-__all__ = ["Law", "Mean", "Point", "feasible", "in_gaps", "nearest_integer", "outcomes", "pick", "reaches", "settle"]
+__all__ = [
+    "Law",
+    "Mean",
+    "Point",
+    "feasible",
+    "in_gaps",
+    "nearest_integer",
+    "outcomes",
+    "parts",
+    "pick",
+    "reaches",
+    "settle",
+]
 
 V0 = 0.25  # v_0 = Δ²/4 in squared gaps, the largest variance of stochastic rounding
 FAR = 2.0**30  # in gaps: further out than any code, near enough to compute with
@@ -61,9 +77,9 @@ class Point(NamedTuple):
         """The number itself, rounded."""
         return self.whole + self.rest
 
-    def nearest(self) -> tuple[Tensor, Tensor]:
-        """Return (n, r): the nearest integer, and y - n with all its digits."""
-        offset = nearest_integer(self.rest)
+    def nearest(self, parts: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return (n, r): the nearest integer, or multiple of 1/parts, a power of two; and y - n with all its digits."""
+        offset = nearest_integer(self.rest) if parts is None else nearest_integer(self.rest * parts) / parts
         return self.whole + offset, self.rest - offset
 
 
@@ -107,13 +123,34 @@ def pick(p_down: Tensor, p_up: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
     return down, up
 
 
-def settle(point: Point, s: Tensor, gaussian: Tensor, h: Tensor, xi: Tensor, wide_at: float = FAR) -> Tensor:
+def parts(point: Point, top: float, finest: Tensor) -> Tensor:
+    """Return the power of two, 1 <= parts <= finest, for which multiples n of 1/parts near y are floats, as are n ± 1.
+
+    A float in the binade of z has ``top`` gaps to the binade's end, so 1/parts is the gap at z = |y| + 1. Where a rest has
+    cancelled a large integer, and with it the digits, 1/parts is no less than the digits allow: |rest| · parts < 2^23.
+    """
+    z = torch.maximum(point.y.abs() + 1, point.rest.abs() * (top * 2.0**-23))
+    exponent = torch.frexp(z).exponent  # z < 2^exponent <= 2 z
+    return torch.minimum(torch.ldexp(torch.full_like(z, top), -exponent).clamp_min(1), finest)
+
+
+def settle(
+    point: Point,
+    s: Tensor,
+    gaussian: Tensor,
+    h: Tensor,
+    xi: Tensor,
+    wide_at: float = FAR,
+    finest: Tensor | None = None,
+) -> Tensor:
     """Draw Q^vc on the integers: lines 3-9 of Algorithm 2 where ``gaussian``, lines 10-20 in three outcomes elsewhere.
 
-    At ±wide_at the grid changes: the neighbour further from zero is two away.
+    At ±wide_at the grid changes: the neighbour further from zero is two away. With ``finest`` the grid is that of a float
+    with wide_at gaps to the end of a binade, whose least gap is 1/finest.
     """
     noise = torch.where(gaussian, root((s - V0).clamp_min(0)), 0) * xi
-    n, r = Point(point.whole, point.rest + noise).nearest()  # lines 4 and 5: x <- μ + sqrt(v - v_0) ξ, r <- x - Q^d(x)
+    x = Point(point.whole, point.rest + noise)  # line 4: x <- μ + sqrt(v - v_0) ξ
+    n, r = x.nearest(None if finest is None else parts(x, wide_at, finest))  # line 5: r <- x - Q^d(x)
     above, below = 1.0 + (n == wide_at).to(n.dtype), 1.0 + (n == -wide_at).to(n.dtype)
     p_down, p_up = outcomes(r, torch.where(gaussian, V0, s), below, above)  # lines 7 and 15, sign(r) included
     down, up = pick(p_down, p_up, h)
@@ -139,6 +176,9 @@ class Law(NamedTuple):
     s: Tensor  # v/Δ²
     gaussian: Tensor  # True where Gaussian noise is added (line 3 of Algorithm 2)
     wide_at: float = FAR  # the integer beyond which the grid has every second integer only
+    finest: Tensor | None = (
+        None  # floats: Δ over the least gap that numbers nearer to zero have; None: all have the same
+    )
 
     @classmethod
     def on(cls, mu: Mean, v: Tensor, gap: Tensor, top: float | None = None) -> Law:
@@ -147,6 +187,10 @@ class Law(NamedTuple):
         gaussian = s > V0
         return cls(gap, point, s, gaussian if top is None else gaussian & (reaches(point.y, s) <= top))
 
+    def nearest(self) -> tuple[Tensor, Tensor]:
+        """Return (n, r) without Gaussian noise: the number that outcomes are around, and μ/Δ - n."""
+        return self.point.nearest(None if self.finest is None else parts(self.point, self.wide_at, self.finest))
+
     def draw(self, h: Tensor, xi: Tensor) -> Tensor:
         """Return the outcome for centered numbers h and normal numbers ξ."""
-        return settle(self.point, self.s, self.gaussian, h, xi, self.wide_at) * self.gap
+        return settle(self.point, self.s, self.gaussian, h, xi, self.wide_at, self.finest) * self.gap

@@ -38,7 +38,7 @@ def stochastic(x: Tensor | Mean, format: Format, key: Key, purpose: int = random
 
 
 def exact(mu: Mean, v: Tensor, format: Format, draws: Draws) -> Tensor:
-    """Return Q^vc with mean μ and variance max(v, v_s), on a grid that is settled before the noise is drawn."""
+    """Return Q^vc with mean μ and variance max(v, v_s)."""
     shape = mu.start.shape
     if shape.numel() == 0:
         return mu.start.clone()

@@ -7,8 +7,7 @@ From the grid point θ one step aims at a Gaussian of mean μ = θ - α U'(θ) a
     stochastic   θ' = Q^s(μ + √v ξ)     naive SGLDLP-L
     corrected    θ' = Q^vc(μ, v)        VC SGLDLP-L
 
-All three round with weights that are polynomials of degree 0, 1 or 2 between fixed edges, so that each transition
-probability P(θ, θ') is a sum of truncated moments ∫ (t - a)^k φ(t) dt. The law π solves π P = π.
+`transition` has the probabilities P(θ, θ') of such a step. The law π solves π P = π.
 """
 
 from __future__ import annotations
@@ -18,14 +17,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.distributions import Distribution, Normal
 
 from .._validate import check_choice
 from ..quantization.formats import Format, parse
-from ..quantization.laws import V0, Law, Mean, outcomes
+from .transition import NODES, WEIGHTS, cdf, density, transition_matrix
 
 __all__ = ["Method", "Stationary", "Target", "grid", "stationary", "wasserstein2"]
 
@@ -35,8 +33,6 @@ Target: TypeAlias = (
 )  # a distribution that has icdf, or a quantile function F^-1
 
 MAX_POINTS = 5000
-REACH, NEVER = 15.0, 1e-50  # no chain ever takes a step of 15 σ: its probability is 1e-50, and counts as zero
-NODES, WEIGHTS = (torch.from_numpy(x) for x in np.polynomial.legendre.leggauss(12))  # for integrals over [-1, 1]
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,7 +81,7 @@ def stationary(
     slope = points if gradient is None else gradient(points)
     if slope.shape != points.shape or not bool(slope.isfinite().all()):
         raise ValueError(f"gradient must map {len(points)} grid points to as many finite numbers, got {slope}")
-    matrix = _transition(points - stepsize * slope, 2 * stepsize * temperature, points, parse(format), method)
+    matrix = transition_matrix(points - stepsize * slope, 2 * stepsize * temperature, points, parse(format), method)
     inside = _closed_class(matrix > 0, stepsize, method)
     pi = torch.zeros_like(points)
     pi[inside] = _solve(matrix[inside][:, inside])
@@ -108,108 +104,6 @@ def grid(format: Format | str) -> Tensor:
         remedy = "use at most 12 bits of fixed point, or a small float such as e4m3"
         raise ValueError(f"format must have at most {MAX_POINTS} numbers, {format} has about {count}; {remedy}")
     return format.values()
-
-
-def _transition(mu: Tensor, v: float, points: Tensor, format: Format, method: Method) -> Tensor:
-    """Return the matrix P, computed for 64 rows at a time and only between points they can reach."""
-    rows = {"nearest": _nearest_rows, "stochastic": _stochastic_rows, "corrected": _corrected_rows}[method]
-    matrix = torch.zeros(len(mu), len(points), dtype=torch.float64)
-    for k in range(0, len(mu), 64):
-        part = mu[k : k + 64]
-        reach = REACH * math.sqrt(v) + 5 * float(format.gap(part.clamp(format.low, format.high)).max())
-        first = int(torch.searchsorted(points, part.min() - reach).clamp_max(len(points) - 2))
-        last = int(torch.searchsorted(points, part.max() + reach).clamp_min(first + 1))
-        matrix[k : k + 64, first : last + 1] = rows(part, v, points[first : last + 1], format)
-    return torch.where(matrix < NEVER, 0, matrix)
-
-
-def _nearest_rows(mu: Tensor, v: float, points: Tensor, format: Format) -> Tensor:
-    """P(θ') = probability of the cell between the midpoints to the left and to the right of θ'."""
-    middle = torch.nn.functional.pad((points[1:] + points[:-1]) / 2, (1, 0), value=-math.inf)
-    edges = (torch.nn.functional.pad(middle, (0, 1), value=math.inf) - mu[:, None]) / math.sqrt(v)
-    return _moment(edges[:, :-1], edges[:, 1:], 0)
-
-
-def _stochastic_rows(mu: Tensor, v: float, points: Tensor, format: Format) -> Tensor:
-    """P(θ') = E of the tent that is 1 at θ' and 0 at its neighbours."""
-    edges = (points - mu[:, None]) / math.sqrt(v)
-    a, b = edges[:, :-1], edges[:, 1:]
-    rows = torch.zeros_like(edges)
-    rows[:, 1:] += _moment(a, b, 1) / (b - a)
-    rows[:, :-1] += _moment(-b, -a, 1) / (b - a)
-    rows[:, 0] += _cdf(edges[:, 0])
-    rows[:, -1] += _cdf(-edges[:, -1])
-    return rows
-
-
-def _corrected_rows(mu: Tensor, v: float, points: Tensor, format: Format) -> Tensor:
-    """P(θ') of `rounding.exact`: three outcomes around μ, or three around each x ~ N(μ, v - Δ²/4)."""
-    law = format.law(Mean(mu), torch.full_like(mu, v))
-    gap = law.gap.expand_as(mu)
-    parts = [_three_outcomes(law)]
-    if bool(law.gaussian.any()):
-        first = int((points[0] / gap).min().floor().clamp_min(-law.wide_at))
-        last = int((points[-1] / gap).max().ceil().clamp_max(law.wide_at))
-        codes = torch.arange(first, last + 1, dtype=mu.dtype)
-        many = _gaussian_codes(law.point.y, (law.s - V0).clamp_min(1e-18).sqrt(), codes)
-        parts.append((codes, torch.where(law.gaussian[:, None], many, 0)))
-    rows = mu.new_zeros(len(mu), len(points))
-    for codes, probabilities in parts:
-        values = (codes * gap[:, None]).clamp(format.low, format.high)
-        rows.scatter_add_(1, torch.searchsorted(points, values).clamp_max(len(points) - 1), probabilities)
-    return rows
-
-
-def _three_outcomes(law: Law) -> tuple[Tensor, Tensor]:
-    """Return three codes for each row and their probabilities, zero where Gaussian noise is added."""
-    n, r = law.point.nearest()
-    below, above = 1.0 + (n == -law.wide_at).to(n.dtype), 1.0 + (n == law.wide_at).to(n.dtype)
-    down, up = outcomes(r, law.s, below, above)
-    probabilities = torch.where(law.gaussian[:, None], 0, torch.stack((down, 1 - down - up, up), 1))
-    return torch.stack((n - below, n, n + above), 1), probabilities
-
-
-def _gaussian_codes(y: Tensor, sigma: Tensor, codes: Tensor) -> Tensor:
-    """Law of n + c for x ~ N(y, σ²), n nearest to x, P(c = ±1) = (1/2 ± (x - n))²/2; beyond the last code, that code.
-
-    (1/2 ± r)²/2 is `laws.outcomes` at s = 1/4: the squared distance of x from one edge of its cell.
-    """
-    y, sigma = y[:, None], sigma[:, None]
-    a, b = (codes - 0.5 - y) / sigma, (codes + 0.5 - y) / sigma
-    up, down = (_moment(*ends, 2) * sigma.square() / 2 for ends in ((a, b), (-b, -a)))
-    law = _moment(a, b, 0) - up - down
-    law[:, 1:] += up[:, :-1]
-    law[:, :-1] += down[:, 1:]
-    law[:, 0] += down[:, 0] + _cdf(a[:, 0])
-    law[:, -1] += up[:, -1] + _cdf(-b[:, -1])
-    return law
-
-
-def _moment(a: Tensor, b: Tensor, k: int) -> Tensor:
-    """∫ (t - a)^k φ(t) dt from a to b, for k = 0, 1, 2.
-
-    The closed form subtracts nearly equal numbers if the interval is short; there Gauss's quadrature is exact.
-    """
-    area = torch.where(a > 0, _cdf(-a) - _cdf(-b), _cdf(b) - _cdf(a))
-    if k == 0:
-        return area
-    at_a, at_b = _density(a), _density(b)
-    closed = at_a - at_b - a * area if k == 1 else (1 + a * a) * area - a * at_a + (2 * a - b) * at_b
-    width, short = (b - a).clamp_max(0.5), torch.zeros_like(a)
-    if bool((width < 0.5).any()):
-        for node, weight in zip((NODES + 1) / 2, WEIGHTS / 2, strict=True):
-            short += weight * (node * width) ** k * _density(a + node * width) * width
-    return torch.where(width < 0.5, short, closed.clamp_min(0))
-
-
-def _cdf(t: Tensor) -> Tensor:
-    """Φ(t). (torch.special.ndtr is (1 + erf)/2, which has no digits left in the lower tail.)"""
-    return torch.erfc(t * -math.sqrt(0.5)) / 2
-
-
-def _density(t: Tensor) -> Tensor:
-    """φ(t)."""
-    return torch.exp(-0.5 * t * t) / math.sqrt(2 * math.pi)
 
 
 def _closed_class(moves: Tensor, stepsize: float, method: str) -> Tensor:
@@ -270,14 +164,14 @@ def wasserstein2(points: Tensor, probabilities: Tensor, target: Target) -> float
     if isinstance(target, Normal):
         ends = z.new_full((1,), 40.0)  # φ(40) = 0
         z = torch.cat((-ends, z.clamp(-ends, ends), ends))
-        x, phi = (points - float(target.loc)) / float(target.scale), _density(z)
+        x, phi = (points - float(target.loc)) / float(target.scale), density(z)
         square = float((x * x * p + 2 * x * phi.diff() + p - (z * phi).diff()).sum())
         return float(target.scale) * math.sqrt(max(0.0, square))
     steps = torch.linspace(-8, 8, 65, dtype=torch.float64)  # beyond 8 there is 1e-15 of the probability
     edges = torch.cat((z.clamp(-8, 8), steps)).sort().values[:, None]
     middle, half = (edges[1:] + edges[:-1]) / 2, edges.diff(dim=0) / 2
     t, x = middle + half * NODES, points[torch.searchsorted(z, middle)]
-    quantiles = target.icdf(_cdf(t)) if isinstance(target, Distribution) else target(_cdf(t))
+    quantiles = target.icdf(cdf(t)) if isinstance(target, Distribution) else target(cdf(t))
     if quantiles.shape != t.shape or not bool(quantiles.isfinite().all()):
         raise ValueError("target must be a quantile function: numbers between 0 and 1 to as many finite numbers")
-    return math.sqrt(float(((x - quantiles).square() * _density(t) * half * WEIGHTS).sum()))
+    return math.sqrt(float(((x - quantiles).square() * density(t) * half * WEIGHTS).sum()))

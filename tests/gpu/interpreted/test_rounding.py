@@ -85,7 +85,7 @@ def test_elements(name: str, how: str) -> None:
         special = torch.tensor([*SPECIAL, format.low, format.high, 0.5 * unit, 1.5 * unit])
         x = torch.cat([special, torch.randn(500, generator=generator) * scale])
         move = torch.randn(len(x), generator=generator) * scale * 0.1
-        for v in (0.0, 1e-3, 100.0) if how == "corrected" else (0.0,):
+        for v in (0.0, 1e-3, 0.04, 100.0) if how == "corrected" else (0.0,):
             variance = torch.tensor(min(v * scale * scale, 1e38))
             check(Mean(x), variance, format, how, random.ACTIVATION if how == "stochastic" else random.ROUNDING)
             if how != "nearest":
