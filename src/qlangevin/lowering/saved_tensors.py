@@ -138,7 +138,7 @@ class SavedAsCodes(torch.autograd.graph.saved_tensors_hooks):
 
     def _find_codes(self, t: Tensor) -> SavedCodes | None:
         """Return the codes of t, encoding it if no operation has saved it yet; None if t is not on the grid or too small."""
-        if type(t) is not Tensor or not self._saves_memory(t) or (t.is_leaf and t.requires_grad):
+        if type(t) is not Tensor or not self._saves_memory(t) or _is_of_parameter(t):
             return None
         kernels = kernels_for(t)
         if kernels is not None and kernels.deferred:
@@ -257,7 +257,13 @@ def _whole_of(t: Tensor) -> Tensor:
     whole = t._base
     if whole is None or type(whole) is not Tensor or whole.dtype is not t.dtype or whole.numel() > t.nbytes:
         return t
-    return t if (whole.is_leaf and whole.requires_grad) or memory_order(whole) is None else whole
+    return t if memory_order(whole) is None else whole
+
+
+def _is_of_parameter(t: Tensor) -> bool:
+    """Return True for a leaf that requires a gradient, and for views of one: its numbers stay in memory anyway."""
+    base = t if t._base is None else t._base
+    return base.is_leaf and base.requires_grad
 
 
 class SavingForward(Patch):
