@@ -150,6 +150,7 @@ class LeafHandler(Handler):
     return cosines and sines of positions, which stay as they are.
     """
 
+    recomputes = True
     is_layer = True  # did the last run return an activation
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:

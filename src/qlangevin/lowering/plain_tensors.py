@@ -131,7 +131,7 @@ def quantize_activation(
 
 
 def _hook_error(y: Tensor, hook: ErrorHook, before_others: bool) -> None:
-    """Have a hook get the error of y. ``before_others``: y may be the output of another layer, whose hook comes after this one."""
+    """Have a hook get the error of y; with ``before_others`` ahead of that of another layer, whose output y may be, too."""
     others = list(y._backward_hooks or ()) if before_others else []
     y.register_hook(hook)
     for key in others:  # autograd goes through them in the order of insertion

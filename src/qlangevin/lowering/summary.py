@@ -19,10 +19,11 @@ from torch.utils._pytree import tree_leaves
 from ..quantization.qtensor import QTensor
 from .functions import find_scope, recording
 from .handler import Handler, find_handler
+from .kept_tensors import Kept, SavedCodes
 from .modules import LeafHandler
 from .operand_kinds import Kind, find_mark
 from .patches import find_patch
-from .saved_tensors import SavedCodes, SavedUnchanged, SavingForward, watching
+from .saved_tensors import SavingForward, watching
 
 __all__ = ["Summary", "SummaryRow", "summary"]
 
@@ -193,7 +194,7 @@ class _Recorder:
         self._note(t)
         return t
 
-    def saved(self, kept: SavedCodes | SavedUnchanged) -> None:
+    def saved(self, kept: Kept) -> None:
         for part in (kept.codes, kept.exponents) if isinstance(kept, SavedCodes) else (kept.tensor,):
             self._note(part)
 
