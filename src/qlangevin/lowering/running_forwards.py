@@ -77,11 +77,13 @@ class Frame:
 
     def find_kinds(self, func: Any, operands: Iterable[Tensor]) -> list[Kind]:
         """Return the kinds of a function's operands; in a recomputation those they had: inputs of regions lose their marks."""
+        if not self.regions:
+            return [find_kind(t, self.module) for t in operands]
 
         def find(*_: Any) -> list[Kind]:
             return [find_kind(t, self.module) for t in operands]
 
-        return repeat(self.regions, (self.scope, func), find, find) if self.regions else find()
+        return repeat(self.regions, (self.scope, func), find, find)
 
 
 def _place(regions: Regions) -> tuple[int, object] | None:
