@@ -29,9 +29,9 @@ def has_linear_function(module: nn.Linear, x: Tensor) -> bool:
     if not torch.is_grad_enabled() or not (is_packed or x.dim() == 3) or x.dtype is not weight.dtype:
         return False
     is_matrix = x.dim() == 2 or (x.dim() == 3 and module.bias is not None and x.is_contiguous())
-    if not is_matrix or not (_is_whole(weight) if is_packed else _is_plain(weight, module.bias)):
-        return False
-    return plain_tensors.kernels_to_write(x) is not None and not torch.is_autocast_enabled(x.device.type)
+    if not is_matrix or plain_tensors.kernels_to_write(x) is None or torch.is_autocast_enabled(x.device.type):
+        return False  # also while compiling, which the next question would not survive
+    return _is_whole(weight) if is_packed else _is_plain(weight, module.bias)
 
 
 def _is_whole(weight: Tensor) -> bool:
