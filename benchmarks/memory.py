@@ -20,7 +20,6 @@ from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
-from unittest import mock
 
 import torch
 import tyro
@@ -29,7 +28,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import qlangevin as ql
 from qlangevin.experiments.models import ResNet18
-from qlangevin.lowering.saved_tensors import SavedAsCodes, SavedCodes, SavedUnchanged
+from qlangevin.lowering.kept_tensors import Kept, SavedCodes
+from qlangevin.lowering.saved_tensors import watching
 
 from .timing import Goal, Row
 from .training import Batch, images, lower_and_pack, make_sampler
@@ -132,7 +132,7 @@ class Saved:
         self.codes: dict[StorageWeakRef, int] = {}
         self.floats: dict[StorageWeakRef, int] = {}
 
-    def note(self, kept: SavedCodes | SavedUnchanged) -> None:
+    def note(self, kept: Kept) -> None:
         parts = [kept.codes, kept.exponents] if isinstance(kept, SavedCodes) else [kept.tensor]
         for part in parts:
             if isinstance(part, ql.QTensor):  # a packed weight, which is counted with the weights
@@ -143,14 +143,7 @@ class Saved:
 
     def watch(self) -> AbstractContextManager[object]:
         """Note every tensor that a lowered model saves inside of this context."""
-        original = SavedAsCodes.pack
-
-        def pack(context: SavedAsCodes, t: Tensor) -> SavedCodes | SavedUnchanged:
-            kept = original(context, t)
-            self.note(kept)
-            return kept
-
-        return mock.patch.object(SavedAsCodes, "pack", pack)
+        return watching(self.note)
 
     @staticmethod
     def alive(kind: dict[StorageWeakRef, int]) -> int:

@@ -158,3 +158,19 @@ class PlainGPT(nn.Module):
         for block in self.h:
             x = block(x)
         return self.lm_head(self.ln_f(x))  # type: ignore[no-any-return]
+
+
+class HuggingFaceGPT2(nn.Module):
+    """GPT-2 of transformers with its default activation, a module of eight operations; without dropout."""
+
+    def __init__(self, layers: int = 6, width: int = 384) -> None:
+        from transformers import GPT2Config, GPT2LMHeadModel  # type: ignore[import-not-found, unused-ignore]
+
+        super().__init__()
+        sizes = {"vocab_size": WORDS, "n_positions": 128, "n_embd": width, "n_layer": layers, "n_head": width // 64}
+        dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+        config = GPT2Config(**sizes, **dropout, use_cache=False, bos_token_id=0, eos_token_id=0)
+        self.gpt2 = GPT2LMHeadModel(config)
+
+    def forward(self, text: Tensor) -> Tensor:
+        return self.gpt2(input_ids=text).logits  # type: ignore[no-any-return]

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
@@ -28,10 +29,10 @@ import qlangevin as ql
 from .memory import ENVIRONMENT, MB, can_measure, reset_peak, resident
 from .timing import PROCESSOR, WALL, Contestant, Goal, Row, measure
 from .training import FP32, LOWERED, LR, PACKED, THREADS, Batch, images, make_sampler
-from .user_models import WORDS, PlainEncoder, PlainGPT, PlainResNet18, TorchEncoder
+from .user_models import WORDS, HuggingFaceGPT2, PlainEncoder, PlainGPT, PlainResNet18, TorchEncoder
 
 FORMAT = "bfp8"
-Name = Literal["resnet", "resnet_channels_last", "encoder", "plain_encoder", "decoder"]
+Name = Literal["resnet", "resnet_channels_last", "encoder", "plain_encoder", "decoder", "gpt2"]
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,13 @@ CASES: dict[Name, Case] = {
     "encoder": _text_case("nn.TransformerEncoder, 6 layers of 384", TorchEncoder),
     "plain_encoder": _text_case("encoder like Bert, 6 layers of 384", PlainEncoder),
     "decoder": _text_case("decoder like GPT-2, 6 layers of 384", PlainGPT),
+    "gpt2": _text_case("GPT-2 of transformers, 6 layers of 384", HuggingFaceGPT2),
 }
+
+
+def known_cases() -> list[Name]:
+    """Return the cases whose libraries are installed."""
+    return [name for name in CASES if name != "gpt2" or find_spec("transformers") is not None]
 
 
 @dataclass(frozen=True)
@@ -173,9 +180,9 @@ def time_case(name: Name, threads: int, seconds: float) -> list[Row]:
 
 def run(seconds: float, quick: bool) -> list[Row]:
     """Measure peaks, and times with as many threads as there are processors, two at most."""
-    rows = [peak(name, 2 if quick else 3) for name in CASES] if can_measure() else []
-    threads = min(2, os.cpu_count() or 1)
-    return rows + [row for name in CASES for row in time_case(name, threads, seconds / len(CASES))]
+    cases, threads = known_cases(), min(2, os.cpu_count() or 1)
+    rows = [peak(name, 2 if quick else 3) for name in cases] if can_measure() else []
+    return rows + [row for name in cases for row in time_case(name, threads, seconds / len(cases))]
 
 
 if __name__ == "__main__":

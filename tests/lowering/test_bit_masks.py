@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -83,3 +85,25 @@ def test_dropout_keeps_a_bit_a_number() -> None:
     assert 0.4 < float((y == 0).float().mean()) < 0.6
     model.eval()
     assert torch.equal(model(x), model[0](x))
+
+
+@needs_kernels
+@pytest.mark.parametrize("p", [0.0, 0.5])
+def test_dropout_that_drops_nothing_leaves_numbers_on_the_grid_where_they_are(p: float) -> None:
+    model = ql.lower(nn.Sequential(nn.Linear(8, 8), nn.Dropout(p)), "bfp8", "bfp8").train(p == 0.0)
+    outputs = list[Tensor]()
+    model[0].register_forward_hook(lambda module, args, y: outputs.append(y))
+    assert model(torch.randn(4, 8)) is outputs[0]
+
+
+def test_errors_meet_the_handler_of_such_a_dropout_first() -> None:
+    x, e, found = torch.randn(4, 8), torch.randn(4, 8), list[Tensor]()
+    for enabled in (True, False):  # the PyTorch path rounds an error where the output was returned
+        torch.manual_seed(0)
+        model = ql.lower(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.0)), "bfp8", "bfp8")
+        with contextlib.nullcontext() if enabled else native.disabled():
+            model(x).backward(e)
+        gradient = next(model.parameters()).grad
+        assert gradient is not None
+        found.append(gradient)
+    assert torch.equal(*found)

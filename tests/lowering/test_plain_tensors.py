@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import qlangevin as ql
 from qlangevin import native
-from qlangevin.lowering import plain_tensors, tensor_owners
+from qlangevin.lowering import grid_relu, plain_tensors, tensor_owners
 from qlangevin.lowering.memory_order import quantize_in_memory_order
 from qlangevin.quantization import random
 from tests.helpers.networks import build, gradients, same_gradients, two_linear
@@ -98,7 +98,8 @@ def test_errors_are_rounded_in_place_unless_another_hook_keeps_them(
             overwritten.append(overwrite)
         return quantize_in_memory_order(*args, overwrite=overwrite, **kwargs)
 
-    monkeypatch.setattr(plain_tensors, "quantize_in_memory_order", record)
+    for module in (plain_tensors, grid_relu):
+        monkeypatch.setattr(module, "quantize_in_memory_order", record)
     model = ql.lower(two_linear(), "bfp8", "bfp8")
     kept: list[Tensor] = []
     if watched:

@@ -146,3 +146,15 @@ def test_inference_mode_and_disabled_hooks() -> None:
         assert torch.equal(model(x), expected)
     with torch.autograd.graph.disable_saved_tensors_hooks("not now"):
         assert torch.equal(model(x), expected)
+
+
+def test_views_of_weights_are_not_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = ql.lower(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), "bfp8", "bfp8")
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(ql.quantize(p, "bfp8"))
+    kept = saved_by(model, torch.randn(64, 64), monkeypatch)
+    weights = {layer.weight.untyped_storage().data_ptr() for layer in model if isinstance(layer, nn.Linear)}
+    unchanged = {t.tensor.untyped_storage().data_ptr() for t in kept if isinstance(t, SavedUnchanged)}
+    assert weights & unchanged  # that of the first is not needed, as the input requires no gradient
+    assert sum(isinstance(t, SavedCodes) for t in kept) == 1

@@ -90,3 +90,10 @@ def test_a_model_that_is_not_lowered_keeps_floats() -> None:
     found = lowering.summary(Net(), torch.randn(4, 3, 8, 8))
     assert not any(row.lowered for row in found.rows)
     assert found.float_bytes > 4 * 8 * 64 * 4
+
+
+def test_a_batch_that_is_a_slice_counts_as_itself() -> None:
+    data = torch.randn(1000, 3, 8, 8)
+    model = ql.lower(Net(), "bfp8", "bfp8")
+    kept = [lowering.summary(model, batch).float_bytes for batch in (data[:2], data[:2].clone())]
+    assert kept[0] == kept[1]

@@ -191,14 +191,30 @@ def test_batch_norm_is_estimated_through_forward(fill: Fill) -> None:
 @VECTORIZE
 @pytest.mark.parametrize(
     ("kind", "got"),
-    [("tuple", "tuple"), ("hidden", "ModelOutput with 'last_hidden_state'"), ("classes", "torch.int64")],
+    [
+        ("tuple", r"tuple; .*model\(batch\)\[0\]"),
+        ("hidden", r"ModelOutput with 'last_hidden_state'; .*model\(batch\)\['last_hidden_state'\]"),
+        ("classes", "torch.int64; "),
+    ],
 )
 def test_outputs_without_logits(kind: str, got: str, vectorize: bool | None, store: ql.SampleStore) -> None:
-    message = (
-        f"the model must return a tensor of floating-point numbers, or an output .* got {got}; say which .*forward="
-    )
+    message = f"the model must return a tensor of floating-point numbers, or an output .* got {got}"
     with pytest.raises(TypeError, match=message):
         Posterior.open(store, Classifier(kind), vectorize=vectorize).predict(X)
+
+
+@pytest.mark.parametrize("function", ["predict", "uncertainty", "samples"])
+def test_a_loader_in_the_place_of_a_batch(function: str, store: ql.SampleStore) -> None:
+    posterior, data = Posterior.open(store, Classifier()), torch.utils.data.TensorDataset(X, LABELS)
+    remedy = "call it for each batch" if function == "samples" else rf"{function}_loader\(loader\) takes all batches"
+    loader = torch.utils.data.DataLoader(data)
+    for given, name in (
+        (loader, "a loader, DataLoader"),
+        (data, "a data set, TensorDataset"),
+        (iter([X]), "an iterator"),
+    ):
+        with pytest.raises(TypeError, match=f"{function} takes the inputs of one batch, got {name}.*: {remedy}"):
+            getattr(posterior, function)(given)
 
 
 def test_a_forward_that_returns_no_tensor(store: ql.SampleStore) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import qlangevin as ql
 
@@ -62,3 +62,23 @@ def test_the_remedy_is_heard(tmp_path: Path) -> None:
     model(torch.randn(3, 4)).sum().backward()
     sampler.step()
     assert append_twice(tmp_path, model, sampler) == []
+
+
+class Dropping(nn.Module):
+    """Calls dropout as a function."""
+
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.linear, self.rate = nn.Linear(4, 4), rate
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(self.linear(x), self.rate, self.training)
+
+
+@pytest.mark.parametrize(("rate", "training", "count"), [(0.1, True, 1), (0.0, True, 0), (0.1, False, 0)])
+def test_dropout_as_a_function_of_a_lowered_model(rate: float, training: bool, count: int, tmp_path: Path) -> None:
+    model = ql.lower(Dropping(rate), "bfp8", "bfp8").train(training)
+    model(torch.randn(2, 4)).sum().backward()
+    found = append_twice(tmp_path, model, ql.SGLD(model.parameters(), 0.1, 10))
+    assert len(found) == count
+    assert all("dropout is active while sampling, in '/dropout/0'" in message for message in found)

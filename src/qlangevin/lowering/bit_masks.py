@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from . import plain_tensors
+from .grid_relu import relu_on_grid
 from .handler import Handler
 from .memory_order import memory_order, reorder_dims, restore_dims
 
@@ -91,7 +92,7 @@ def relu_with_mask(handler: Handler, module: nn.Module, x: Tensor, inplace: bool
     if kernels is None or handler.activations is None or (inplace and x._is_view()):
         return handler.quantize(module, nn.functional.relu(x, inplace))
     if plain_tensors.is_on_grid(x, handler.activations):
-        return plain_tensors.relu_on_grid(x, handler.next_spec(module, x, kernels), kernels, inplace, handler)
+        return relu_on_grid(x, handler.next_spec(module, x, kernels), kernels, inplace, handler)
     y = _apply(ReLUMaskFunction, x, inplace)
     return plain_tensors.quantize_activation(
         y, handler.next_spec(module, y, kernels), kernels, may_overwrite=True, already_on_grid=False, producer=handler

@@ -26,6 +26,9 @@ class RunningForward(Protocol):
     def find_kinds(self, func: Any, operands: Iterable[Tensor]) -> list[Kind]:
         """Return the kinds of a function's operands."""
 
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Call a function, and record it if what it saves is to be computed again."""
+
     def lowers(self, name: str) -> bool:
         """Return True if functions of this name are lowered here."""
 
@@ -35,7 +38,7 @@ class RunningForward(Protocol):
 
 def follow(frame: RunningForward, func: Any, args: Any, kwargs: Any, is_sum: bool = False) -> Any:
     """Call a function that is not lowered, and note the kind of what it returns."""
-    result = func(*args, **kwargs)
+    result = frame.run(func, args, kwargs)
     if isinstance(result, (Tensor, tuple, list)) or result is None:
         operands = list(float_operands(args, kwargs))
         kinds = frame.find_kinds(func, operands)
@@ -55,7 +58,7 @@ def call(frame: RunningForward, entry: Entry, func: Any, args: Any, kwargs: Any)
         if result is not None:
             set_kinds(result, Kind.ACTIVATION)
             return result, None
-    result = func(*args, **kwargs)
+    result = frame.run(func, args, kwargs)
     first = result[0] if isinstance(result, tuple) else result
     reason = why_not(entry, kinds, first)
     if reason is not None:

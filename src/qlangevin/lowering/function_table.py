@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from .operand_kinds import Kind
 
-__all__ = ["FUNCTIONS", "Entry", "FunctionChoice", "choose_functions", "find_entry", "why_not"]
+__all__ = ["FUNCTIONS", "Entry", "FunctionChoice", "choose_functions", "find_entry", "is_question", "why_not"]
 
 Rule: TypeAlias = Literal["layer", "table", "map", "sum", "product", "matmul", "biased", "join", "mean", "attention"]
 FunctionChoice: TypeAlias = bool | str | Callable[..., Any] | Iterable[str | Callable[..., Any]]
@@ -82,6 +82,20 @@ def _build_table() -> dict[Any, Entry]:
     return table
 
 
+def _find_questions() -> frozenset[Any]:
+    """Return the methods and attributes of tensors that many forwards ask for, and that are no tensors."""
+    methods = (
+        "dim size numel stride storage_offset is_floating_point is_contiguous is_complex element_size __len__ __bool__"
+    )
+    attributes = "shape dtype device layout ndim requires_grad is_nested is_cpu is_cuda is_sparse is_leaf is_meta"
+    return frozenset(
+        [getattr(Tensor, name) for name in methods.split()]
+        + [getattr(Tensor, name).__get__ for name in attributes.split()]
+        + [torch.is_floating_point, torch.is_tensor, torch.numel]
+    )
+
+
+_QUESTIONS = _find_questions()
 _TABLE = _build_table()
 FUNCTIONS: tuple[str, ...] = tuple(dict.fromkeys(entry.name for entry in _TABLE.values()))
 
@@ -92,6 +106,14 @@ def find_entry(function: Any) -> Entry | None:
         return _TABLE.get(function)
     except TypeError:  # not hashable
         return None
+
+
+def is_question(function: Any) -> bool:
+    """Return True for a method or attribute of tensors that returns none: there is nothing to be lowered or followed."""
+    try:
+        return function in _QUESTIONS
+    except TypeError:  # not hashable
+        return False
 
 
 def choose_functions(functions: FunctionChoice, skip: FunctionChoice) -> frozenset[str]:

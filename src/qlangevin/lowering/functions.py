@@ -27,7 +27,7 @@ from .._warnings import warn_once
 from ..quantization.random import Key
 from . import attention
 from .function_calls import call, follow
-from .function_table import FUNCTIONS, Entry, find_entry
+from .function_table import FUNCTIONS, Entry, find_entry, is_question
 from .handler import Handler
 from .operand_kinds import Kind, set_kinds
 from .patches import Patch, find_patch
@@ -147,7 +147,9 @@ class FunctionMode(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not _thread.frames:  # autograd brings the modes of an outer backward back after an inner one
+        if (
+            is_question(func) or not _thread.frames
+        ):  # autograd brings the modes of an outer backward back after an inner one
             return func(*args, **kwargs)
         if func is F.multi_head_attention_forward:
             with self:
@@ -237,8 +239,8 @@ class LeaveLayer:
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         if not torch.compiler.is_compiling():
+            set_kinds(output, Kind.ACTIVATION)  # before the mode sees what that calls
             _thread.show()
-            set_kinds(output, Kind.ACTIVATION)
 
 
 def find_scope(module: nn.Module) -> ScopedForward | None:

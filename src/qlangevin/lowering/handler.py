@@ -37,6 +37,8 @@ class Handler:
     """The module returns some of the numbers it is given, so that those on a grid stay on it."""
     replaces_forward: ClassVar[bool] = False
     """`forward` takes the place of the module's own, unless the user has already replaced that."""
+    recomputes: ClassVar[bool] = False
+    """What the module's own operations save is computed again in backward where it can be; see `recomputation`."""
     quantizes_in_forward: ClassVar[bool] = False
     """`forward` returns quantized outputs, so that the hook has nothing left to do."""
 

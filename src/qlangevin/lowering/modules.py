@@ -20,8 +20,8 @@ from .bit_masks import drop_out, relu_with_mask
 from .convolution import ConvolutionFunction, Geometry, convolve_gathered, must_gather
 from .functions import without_functions
 from .handler import Handler
+from .linear import has_linear_function, linear
 from .operand_kinds import Kind, find_mark, set_kinds
-from .packed_linear import is_packed_linear, packed_linear
 
 __all__ = ["LeafHandler", "Quantize", "handler_for", "handles"]
 
@@ -64,7 +64,7 @@ def _is_of_torch(kind: type[nn.Module]) -> bool:
     return package == "torch" or kind is Quantize
 
 
-@handles(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.LayerNorm, nn.GroupNorm)
+@handles(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.LayerNorm, nn.GroupNorm, nn.Embedding)
 class FreshOutputHandler(Handler):
     """Modules that return memory of their own and do not need it in backward: it is overwritten."""
 
@@ -73,13 +73,13 @@ class FreshOutputHandler(Handler):
 
 @handles(nn.Linear)
 class LinearHandler(FreshOutputHandler):
-    """Linear layers, which take a shorter way to packed weights; see `packed_linear`."""
+    """Linear layers, whose output is made memory of its own; see `linear`."""
 
     replaces_forward = True
 
     def forward(self, module: nn.Linear, input: Tensor) -> Tensor:
-        if is_packed_linear(module, input):
-            return packed_linear(input, module.weight, module.bias)
+        if has_linear_function(module, input):
+            return linear(input, module.weight, module.bias)
         return nn.Linear.forward(module, input)
 
 
@@ -124,7 +124,9 @@ class DropoutHandler(Handler):
     def forward(self, module: nn.Dropout, input: Tensor) -> Tensor:
         if module.training and module.p > 0 and not module.inplace:
             return self.quantize(module, drop_out(input, module.p), is_own=True)
-        return self.quantize(module, nn.functional.dropout(input, module.p, module.training, module.inplace))
+        y = nn.functional.dropout(input, module.p, module.training, module.inplace)
+        is_plain = plain_tensors.kernels_to_write(y) is not None  # compilers do not see marks
+        return self.quantize(module, y, is_plain and plain_tensors.is_on_grid(y, self.activations))
 
 
 class Quantize(nn.Module):
@@ -148,6 +150,7 @@ class LeafHandler(Handler):
     return cosines and sines of positions, which stay as they are.
     """
 
+    recomputes = True
     is_layer = True  # did the last run return an activation
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:

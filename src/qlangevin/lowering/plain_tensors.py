@@ -22,16 +22,21 @@ from ..quantization.formats import parse
 from ..quantization.random import Key
 from .memory_order import block_order, quantize_in_memory_order, reorder_dims
 from .replay import enclosing_regions, innermost
-from .saved_tensors import SavedAsCodes, SavedCodes
+from .saved_tensors import SavedAsCodes
 from .tensor_owners import only_autograd_holds
 
 __all__ = [
     "QuantizationSpec",
+    "apply_function",
+    "find_saving",
+    "has_overflowed",
+    "is_deferred",
     "is_on_grid",
     "is_plain_cpu_tensor",
     "kernels_to_write",
+    "mark_on_grid",
     "quantize_activation",
-    "relu_on_grid",
+    "quantize_error",
 ]
 
 
@@ -109,23 +114,32 @@ def quantize_activation(
         already_on_grid: the caller knows that Q_A(x) = x.
         producer: identifies the layer, the same in every forward.
     """
-    y, saving = x, _find_saving(x, spec, kernels)
+    y, saving = x, find_saving(x, spec, kernels)
     if spec.activations is not None and not already_on_grid:
         if not may_overwrite and _makes_codes_of_copy(x, saving, kernels, producer):
             y, may_overwrite = x.clone(), True
         if may_overwrite:
             _overwrite(y.detach(), spec, kernels, saving, producer)
         else:
-            y = _apply(QuantizeFunction, x, spec.activations, spec, random.ACTIVATION)
+            y = apply_function(QuantizeFunction, x, spec.activations, spec, random.ACTIVATION)
     mark_on_grid(y, spec.activations, spec.region)
     if saving is not None and kernels.deferred:
         saving.note_output(y, producer)
     if spec.errors is not None and y.requires_grad:
-        y.register_hook(ErrorHook(spec))
+        _hook_error(y, ErrorHook(spec), before_others=already_on_grid)
     return y
 
 
-def _find_saving(x: Tensor, spec: QuantizationSpec, kernels: Kernels) -> SavedAsCodes | None:
+def _hook_error(y: Tensor, hook: ErrorHook, before_others: bool) -> None:
+    """Have a hook get the error of y; with ``before_others`` ahead of that of another layer, whose output y may be, too."""
+    others = list(y._backward_hooks or ()) if before_others else []
+    y.register_hook(hook)
+    for key in others:  # autograd goes through them in the order of insertion
+        hooks = cast(dict[int, Any], y._backward_hooks)
+        hooks[key] = hooks.pop(key)
+
+
+def find_saving(x: Tensor, spec: QuantizationSpec, kernels: Kernels) -> SavedAsCodes | None:
     """Return the context that keeps what is saved of a layer's output as codes of the same grid; None if there is none."""
     if not (torch.is_grad_enabled() if kernels.deferred else x.requires_grad):
         return None
@@ -186,11 +200,11 @@ class ErrorHook:
     def __call__(self, e: Tensor) -> Tensor:
         format, spec = self.spec.errors, self.spec
         assert format is not None
-        if _is_error_on_grid(e, format) or _has_overflowed(e):
+        if _is_error_on_grid(e, format) or has_overflowed(e):
             return e
         if e.requires_grad:
-            return _quantize_error(e, format, spec)
-        overwrite = not _is_deferred(e) and only_autograd_holds(e, "hook")
+            return quantize_error(e, format, spec)
+        overwrite = not is_deferred(e) and only_autograd_holds(e, "hook")
         out = quantize_in_memory_order(
             e, format, spec.rounding, spec.key, random.ERROR, overwrite=overwrite, step=spec.step
         )
@@ -198,106 +212,26 @@ class ErrorHook:
         return out
 
 
-def _quantize_error(e: Tensor, format: str, spec: QuantizationSpec) -> Tensor:
+def quantize_error(e: Tensor, format: str, spec: QuantizationSpec) -> Tensor:
     """Return Q_E(e) in new memory."""
     if e.requires_grad:  # autograd builds the graph of a second derivative
-        return _apply(QuantizeFunction, e, format, spec, random.ERROR)
+        return apply_function(QuantizeFunction, e, format, spec, random.ERROR)
     return quantize_in_memory_order(e, format, spec.rounding, spec.key, random.ERROR, step=spec.step)
 
 
-def _has_overflowed(e: Tensor) -> bool:
+def has_overflowed(e: Tensor) -> bool:
     """Return True for an error of float16 that holds an infinity, which a GradScaler must see: grids have none.
 
     Devices that the host must not wait for are not asked.
     """
-    return e.dtype is torch.float16 and not _is_deferred(e) and not bool(e.isfinite().all())
+    return e.dtype is torch.float16 and not is_deferred(e) and not bool(e.isfinite().all())
 
 
-def _is_deferred(x: Tensor) -> bool:
+def is_deferred(x: Tensor) -> bool:
     """Return True if the host must not wait for the kernels that write to x."""
     kernels = kernels_for(x)
     return kernels is not None and kernels.deferred
 
 
-# ---- ReLU, which leaves numbers on the grid where they are
-
-
-def relu_on_grid(x: Tensor, spec: QuantizationSpec, kernels: Kernels, inplace: bool, producer: Hashable) -> Tensor:
-    """Return relu(x) of x on the grid of the activations, where it stays; its backward applies Q_E."""
-    saving = _find_saving(x, spec, kernels)
-    made: list[SavedCodes] = []
-    y = _apply(ReLUFunction, x, spec, kernels, inplace, saving, made)
-    if saving is not None and made:  # only now: after a change in place autograd has just counted up the version of y
-        saving.set_codes(y, made[0])
-    mark_on_grid(y, spec.activations, spec.region)
-    if saving is not None and kernels.deferred:
-        saving.note_output(y, producer)
-    return y
-
-
-class ReLUFunction(torch.autograd.Function):
-    """y = relu(x) and e_x = Q_E(e_y) · [y > 0], in one pass each.
-
-    Saves the codes of y, which it shares with the layer that saves y as its input; y itself if it has no codes. Where y is NaN
-    the error passes, but for deferred kernels, whose code of a NaN may be zero or less: then the layers that save y are NaN.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, spec: QuantizationSpec, kernels: Kernels, inplace: bool, saving: SavedAsCodes | None,
-        made: list[SavedCodes],
-    ) -> Tensor:  # fmt: skip
-        y, ctx.spec, ctx.about_codes = x if inplace else torch.empty_like(x), spec, None
-        if inplace:
-            ctx.mark_dirty(x)
-        codes = _relu_with_codes(x, y, kernels, saving) if saving is not None and ctx.needs_input_grad[0] else None
-        if codes is not None:
-            made.append(codes)
-            ctx.about_codes = codes.format, codes.order, codes.dtype
-            ctx.save_for_backward(codes.codes, codes.exponents, codes.spoiled)
-        else:
-            torch.clamp_min(x, 0, out=y)
-            ctx.save_for_backward(y)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, e: Tensor) -> tuple[Any, ...]:
-        spec, format, codes = ctx.spec, ctx.spec.errors, None
-        if ctx.about_codes is not None:
-            (saved, exponents, spoiled), (grid, order, dtype) = ctx.saved_tensors, ctx.about_codes
-            codes = SavedCodes(saved, exponents, grid, order, spoiled, dtype=dtype)
-        overflowed = _has_overflowed(e)
-        if codes is not None and not e.requires_grad and not overflowed and _can_mask(e, codes, format):
-            overwrite = not _is_deferred(e) and only_autograd_holds(e, "backward")
-            out = quantize_in_memory_order(
-                e, format, spec.rounding, spec.key, random.ERROR, overwrite=overwrite, positive=codes.codes, step=spec.step
-            )  # fmt: skip
-        else:
-            y = codes.decode() if codes is not None else ctx.saved_tensors[0]
-            q = e if format is None or overflowed else _quantize_error(e, format, spec)
-            out = torch.ops.aten.threshold_backward(q, y, 0)
-        if not overflowed:
-            mark_on_grid(out, format)
-        return out, None, None, None, None, None
-
-
-def _can_mask(e: Tensor, codes: SavedCodes, format: str | None) -> bool:
-    """Return True if the kernel that rounds an error can read these codes as its mask: bytes, in the order of its memory."""
-    return format is not None and codes.codes.dtype == torch.int8 and codes.order == block_order(e, parse(format))
-
-
-def _relu_with_codes(x: Tensor, y: Tensor, kernels: Kernels, saving: SavedAsCodes) -> SavedCodes | None:
-    """Write relu(x) into y and return its codes; return None and leave y to the caller if it has none."""
-    order = block_order(x, saving.format)
-    codes = saving.allocate_codes(x, order, kernels.deferred) if order is not None else None
-    if codes is None:
-        return None
-    values, target = reorder_dims(x, codes.order), reorder_dims(y, codes.order)
-    has_codes = kernels.relu_with_codes(
-        values, target, codes.codes, codes.exponents, codes.format, spoiled=codes.spoiled
-    )
-    return codes if has_codes else None
-
-
-def _apply(function: Any, *arguments: Any) -> Tensor:
+def apply_function(function: Any, *arguments: Any) -> Tensor:
     return cast(Tensor, function.apply(*arguments))

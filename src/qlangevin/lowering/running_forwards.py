@@ -20,7 +20,9 @@ from torch.overrides import TorchFunctionMode
 from .function_table import Entry
 from .handler import Handler
 from .operand_kinds import Kind, find_kind
+from .recomputation import CallRecord, record_calls
 from .replay import Regions, enclosing_regions, repeat
+from .saved_tensors import recording_into
 
 __all__ = ["Frame", "RunningForwards", "Scope"]
 
@@ -41,12 +43,13 @@ class Scope(Protocol):
 class Frame:
     """One running forward, or the part of it in a checkpointed region: how many calls of each function it has made."""
 
-    __slots__ = ("hidden", "is_region", "module", "occurrences", "pushed", "regions", "scope", "task")
+    __slots__ = ("hidden", "is_region", "module", "occurrences", "pushed", "record", "regions", "scope", "task")
 
     def __init__(self, scope: Scope, regions: Regions, occurrences: dict[str, int], is_region: bool = False) -> None:
         self.scope, self.module, self.regions, self.is_region = scope, scope.module, regions, is_region
         self.occurrences = occurrences
         self.hidden, self.pushed = 0, False
+        self.record: CallRecord | None = None
         self.task = torch._C._current_graph_task_id()  # the backward pass that opened it; -1 in forward
 
     @property
@@ -60,6 +63,10 @@ class Frame:
         self.occurrences[name] = before + 1
         return before
 
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Call a function, and record it if what it saves is to be computed again."""
+        return func(*args, **kwargs) if self.record is None else self.record.call(func, args, kwargs)
+
     def lowers(self, name: str) -> bool:
         """Return True if functions of this name are lowered here."""
         return self.scope.lowers(name)
@@ -70,11 +77,13 @@ class Frame:
 
     def find_kinds(self, func: Any, operands: Iterable[Tensor]) -> list[Kind]:
         """Return the kinds of a function's operands; in a recomputation those they had: inputs of regions lose their marks."""
+        if not self.regions:
+            return [find_kind(t, self.module) for t in operands]
 
         def find(*_: Any) -> list[Kind]:
             return [find_kind(t, self.module) for t in operands]
 
-        return repeat(self.regions, (self.scope, func), find, find) if self.regions else find()
+        return repeat(self.regions, (self.scope, func), find, find)
 
 
 def _place(regions: Regions) -> tuple[int, object] | None:
@@ -108,9 +117,13 @@ class RunningForwards(threading.local):
         self.settle()
         frame, depth = Frame(scope, enclosing_regions(), {}), len(self.frames)
         self._open(frame)
+        frame.record = record_calls(scope.module)
         try:
-            yield
+            with recording_into(frame.record):
+                yield
         finally:
+            if frame.record is not None:
+                frame.record.close()
             while len(self.frames) > depth:
                 self._close()
 

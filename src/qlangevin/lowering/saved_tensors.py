@@ -19,70 +19,42 @@ throughout.
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..quantization.backend import Kernels, kernels_for
-from ..quantization.codes import FLOATS, decode_values, empty_codes, encode_exactly
+from ..quantization.codes import FLOATS, empty_codes, encode_exactly
 from ..quantization.formats import Format, fit_dtype
-from .memory_order import block_order, memory_order, reorder_dims, restore_dims
+from .kept_tensors import Kept, SavedCodes, SavedUnchanged
+from .memory_order import block_order, memory_order, reorder_dims
 from .patches import Patch
 from .replay import enclosing_regions, top_pack_hook
 from .rounded_outputs import Flags, RoundedOutput
 
-__all__ = ["SavedAsCodes", "SavedCodes", "SavedUnchanged", "SavingForward", "watching"]
+__all__ = [
+    "Kept",
+    "SavedAsCodes",
+    "SavedCodes",
+    "SavedUnchanged",
+    "SavingForward",
+    "identify",
+    "recording_into",
+    "watching",
+]
 
 MIN_NUMEL = 1024  # smaller tensors are not worth encoding
 
 
-class SavedCodes(NamedTuple):
-    """A saved tensor as codes in the order of its memory (see `memory_order`)."""
+class Record(Protocol):
+    """Calls of functions, whose results need not be saved; see `recomputation`."""
 
-    codes: Tensor
-    exponents: Tensor
-    format: Format
-    order: tuple[int, ...]
-    spoiled: Tensor | None = None  # 1 if the tensor held a NaN; all of it is one then
-    view: tuple[torch.Size, tuple[int, ...], int] | None = None  # shape, strides and offset of a view of its memory
-    dtype: torch.dtype = torch.float32
-
-    def decode(self) -> Tensor:
-        """Return the tensor that was saved. Views that are held at once, such as queries and keys, share their memory."""
-        if self.view is None:
-            return restore_dims(self._values(), self.order)
-        held = getattr(self.codes, "_qlangevin_values", None)
-        values = None if held is None else held()
-        if values is None:
-            values = self._values()
-            self.codes._qlangevin_values = weakref.ref(values)  # type: ignore[attr-defined]
-        view: Any = values.as_strided(*self.view)
-        view._qlangevin_whole = values
-        return cast(Tensor, view)
-
-    def _values(self) -> Tensor:
-        return decode_values(self.codes, self.exponents, self.format, self.spoiled, self.dtype)
-
-
-class SavedUnchanged(NamedTuple):
-    """A saved tensor that is not on the grid, with the check for changes that PyTorch omits where there are hooks."""
-
-    tensor: Tensor
-    version: int | None
-
-    def decode(self) -> Tensor:
-        """Return the tensor; raise RuntimeError if it was written to since it was saved."""
-        if self.version is not None and self.tensor._version != self.version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor of "
-                f"shape {tuple(self.tensor.shape)} is at version {self.tensor._version}, expected version {self.version}"
-            )
-        return self.tensor
+    def keep(self, t: Tensor, otherwise: Callable[[Tensor], Kept]) -> Any:
+        """Return what stands for a tensor that autograd saves now; None if it is no result of a recorded call."""
 
 
 class SavedAsCodes(torch.autograd.graph.saved_tensors_hooks):
@@ -122,23 +94,32 @@ class SavedAsCodes(torch.autograd.graph.saved_tensors_hooks):
 
     # ---- for autograd
 
-    def pack(self, t: Tensor) -> SavedCodes | SavedUnchanged:
-        """Return the object that autograd keeps in the place of t."""
+    def pack(self, t: Tensor) -> Any:
+        """Return the object that autograd keeps in the place of t; its ``decode`` returns t."""
+        if _thread.record is not None and type(t) is Tensor and self._saves_memory(t):
+            with torch._C.DisableTorchFunction():
+                result = _thread.record.keep(t, self.keep)
+            if result is not None:
+                return result
+        return self.keep(t)
+
+    def keep(self, t: Tensor) -> Kept:
+        """Return t as codes if it is on the grid, else unchanged."""
         with torch._C.DisableTorchFunction():  # modes are for the functions of users
-            codes = self._find_codes(t)
+            codes = self.find_codes(t)
         kept = SavedUnchanged(t, None if t.is_inference() else t._version) if codes is None else codes
         if _thread.watcher is not None:
             _thread.watcher(kept)
         return kept
 
     @staticmethod
-    def unpack(saved: SavedCodes | SavedUnchanged) -> Tensor:
+    def unpack(saved: Any) -> Tensor:
         """Return the tensor that was saved."""
-        return saved.decode()
+        return cast(Tensor, saved.decode())
 
-    def _find_codes(self, t: Tensor) -> SavedCodes | None:
+    def find_codes(self, t: Tensor) -> SavedCodes | None:
         """Return the codes of t, encoding it if no operation has saved it yet; None if t is not on the grid or too small."""
-        if type(t) is not Tensor or not self._saves_memory(t) or (t.is_leaf and t.requires_grad):
+        if type(t) is not Tensor or not self._saves_memory(t) or _is_of_parameter(t):
             return None
         kernels = kernels_for(t)
         if kernels is not None and kernels.deferred:
@@ -149,7 +130,7 @@ class SavedAsCodes(torch.autograd.graph.saved_tensors_hooks):
         return self._codes_of(t)
 
     def _codes_of(self, t: Tensor) -> SavedCodes | None:
-        key = _identify(t)
+        key = identify(t)
         if key not in self._codes:
             codes = None if key in self._refused else self._encode(t)
             if codes is None:
@@ -215,12 +196,12 @@ class SavedAsCodes(torch.autograd.graph.saved_tensors_hooks):
 
     def set_codes(self, x: Tensor, codes: SavedCodes) -> None:
         """Keep these codes if an operation saves x as it is now."""
-        self._codes[_identify(x)] = codes
+        self._codes[identify(x)] = codes
 
     def note_output(self, x: Tensor, producer: Hashable) -> None:
         """Note that x is on the grid as it is now, so that it is kept as codes if an operation saves it or a view of it."""
         if self._saves_memory(x) and not x.is_inference() and block_order(x, self.format) is not None:
-            self._outputs[StorageWeakRef(x.untyped_storage())] = RoundedOutput.of(x, _identify(x), producer)
+            self._outputs[StorageWeakRef(x.untyped_storage())] = RoundedOutput.of(x, identify(x), producer)
 
     def _saves_memory(self, x: Tensor) -> bool:
         return x.numel() >= MIN_NUMEL and x.dtype in FLOATS and self.format.storage_bits < 8 * x.itemsize
@@ -231,14 +212,15 @@ class _Thread(threading.local):
 
     def __init__(self) -> None:
         self.entered: list[SavedAsCodes] = []
-        self.watcher: Callable[[SavedCodes | SavedUnchanged], None] | None = None
+        self.watcher: Callable[[Kept], None] | None = None
+        self.record: Record | None = None
 
 
 _thread = _Thread()
 
 
 @contextmanager
-def watching(watcher: Callable[[SavedCodes | SavedUnchanged], None]) -> Iterator[None]:
+def watching(watcher: Callable[[Kept], None]) -> Iterator[None]:
     """Show everything that this thread keeps for backward to a function."""
     before, _thread.watcher = _thread.watcher, watcher
     try:
@@ -247,9 +229,19 @@ def watching(watcher: Callable[[SavedCodes | SavedUnchanged], None]) -> Iterator
         _thread.watcher = before
 
 
-def _identify(t: Tensor) -> tuple[Any, ...]:
+@contextmanager
+def recording_into(record: Record | None) -> Iterator[None]:
+    """Ask a record, if there is one, about everything that is saved within this context."""
+    before, _thread.record = _thread.record, record
+    try:
+        yield
+    finally:
+        _thread.record = before
+
+
+def identify(t: Tensor) -> tuple[Any, ...]:
     """Return a key that no other contents of a tensor have: the weak reference keeps the storage's address from reuse."""
-    return StorageWeakRef(t.untyped_storage()), t._version, t.storage_offset(), t.shape, t.stride()
+    return StorageWeakRef(t.untyped_storage()), t._version, t.storage_offset(), t.shape, t.stride(), t.dtype
 
 
 def _whole_of(t: Tensor) -> Tensor:
@@ -257,7 +249,13 @@ def _whole_of(t: Tensor) -> Tensor:
     whole = t._base
     if whole is None or type(whole) is not Tensor or whole.dtype is not t.dtype or whole.numel() > t.nbytes:
         return t
-    return t if (whole.is_leaf and whole.requires_grad) or memory_order(whole) is None else whole
+    return t if memory_order(whole) is None else whole
+
+
+def _is_of_parameter(t: Tensor) -> bool:
+    """Return True for a leaf that requires a gradient, and for views of one: its numbers stay in memory anyway."""
+    base = t if t._base is None else t._base
+    return base.is_leaf and base.requires_grad
 
 
 class SavingForward(Patch):

@@ -19,10 +19,11 @@ from torch.utils._pytree import tree_leaves
 from ..quantization.qtensor import QTensor
 from .functions import find_scope, recording
 from .handler import Handler, find_handler
+from .kept_tensors import Kept, SavedCodes
 from .modules import LeafHandler
 from .operand_kinds import Kind, find_mark
 from .patches import find_patch
-from .saved_tensors import SavedCodes, SavedUnchanged, SavingForward, watching
+from .saved_tensors import SavingForward, watching
 
 __all__ = ["Summary", "SummaryRow", "summary"]
 
@@ -98,7 +99,7 @@ def summary(model: nn.Module, batch: Any) -> Summary:
         model: a lowered model, or any other, none of whose layers is lowered.
         batch: the input of the model: a tensor, a tuple of arguments or a dict of keyword arguments.
     """
-    recorder = _Recorder(model)
+    recorder = _Recorder(model, batch)
     devices = {t.device for t in (*model.parameters(), *model.buffers()) if t.is_cuda}
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng([device.index or 0 for device in devices]))
@@ -122,7 +123,9 @@ def summary(model: nn.Module, batch: Any) -> Summary:
 class _Recorder:
     """Collects rows while a model runs; see `functions.Recorder`."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, batch: Any) -> None:
+        # A batch may be a slice of a whole data set, which is there in any case.
+        self.given = {_storage(t): t.nbytes for t in tree_leaves(batch) if isinstance(t, Tensor)}
         self.rows: dict[str, SummaryRow] = {}
         self.model, self.inside = model, [self._row("(model)", type(model).__name__, False, "a module with children")]
         self.storages: set[StorageWeakRef | int] = set()
@@ -193,7 +196,7 @@ class _Recorder:
         self._note(t)
         return t
 
-    def saved(self, kept: SavedCodes | SavedUnchanged) -> None:
+    def saved(self, kept: Kept) -> None:
         for part in (kept.codes, kept.exponents) if isinstance(kept, SavedCodes) else (kept.tensor,):
             self._note(part)
 
@@ -205,11 +208,11 @@ class _Recorder:
         if storage in self.storages:
             return
         self.storages.add(storage)
-        row = self.inside[-1]
+        row, size = self.inside[-1], self.given.get(storage, t.untyped_storage().nbytes())
         if t.is_floating_point():
-            row.float_bytes += t.untyped_storage().nbytes()
+            row.float_bytes += size
         else:
-            row.code_bytes += t.untyped_storage().nbytes()
+            row.code_bytes += size
 
 
 class _Enter:

@@ -16,11 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
+from torch.utils.data import DataLoader, Dataset
 
 from ..sampling.loader import Loader
 
 __all__ = [
     "batch_size",
+    "check_batch",
     "group_batches",
     "is_several",
     "list_tensors",
@@ -64,6 +66,16 @@ def list_tensors(x: Any) -> list[Tensor]:
         return [x]
     parts: Iterable[Any] = x.values() if isinstance(x, Mapping) else x if is_several(x) else ()
     return [t for part in parts for t in list_tensors(part)]
+
+
+def check_batch(x: Any, function: str) -> None:
+    """Raise TypeError for a loader, a data set or an iterator in the place of a batch; ``function`` is what got it."""
+    if isinstance(x, (DataLoader, Loader, Dataset, Iterator)):
+        remedy = (
+            f"{function}_loader(loader) takes all batches of one" if function != "samples" else "call it for each batch"
+        )
+        given = "a data set" if isinstance(x, Dataset) else "an iterator" if isinstance(x, Iterator) else "a loader"
+        raise TypeError(f"{function} takes the inputs of one batch, got {given}, {type(x).__name__}: {remedy}")
 
 
 def batch_size(x: Any) -> int:

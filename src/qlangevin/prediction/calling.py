@@ -69,9 +69,12 @@ def find_output(output: Any, forward: Forward | None = None) -> Tensor:
         return found
     who = "the model" if forward is None else "forward"
     kind = found.dtype if isinstance(found, Tensor) else type(output).__name__
+    part = "[0]"
     if isinstance(output, Mapping) and not isinstance(found, Tensor):
         kind = f"{kind} with {', '.join(map(repr, output)) or 'nothing'}"
+        tensors = (key for key, t in output.items() if isinstance(t, Tensor) and t.dtype.is_floating_point)
+        part = f"[{next(tensors, 'logits')!r}]"
     raise TypeError(
         f"{who} must return a tensor of floating-point numbers, or an output that has one as its logits, got {kind}; say which "
-        "numbers with Posterior.open(..., forward=lambda model, batch: model(batch)[0])"
+        f"numbers with Posterior.open(..., forward=lambda model, batch: model(batch){part})"
     )

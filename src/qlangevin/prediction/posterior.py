@@ -19,7 +19,7 @@ from .._progress import progress_bar
 from .._validate import check_choice, check_integer
 from ..storage import model_tensors
 from ..storage.sample import Sample
-from .batches import group_batches, list_tensors, move_batch, without_moving
+from .batches import check_batch, group_batches, list_tensors, move_batch, without_moving
 from .calling import Forward, check_forward
 from .ensemble import Ensemble, exclusively
 from .export import check_picklable, write_tensors
@@ -155,14 +155,17 @@ class Posterior:
         or whatever ``forward`` takes. A sample that predicts numbers that are not finite raises FloatingPointError, which names
         it; if the inputs are not finite, that is a warning.
         """
+        check_batch(x, "predict")
         return self._average([x], spread=False)[0].mean
 
     def uncertainty(self, x: Any) -> Uncertainty:
         """Return the average with its total, aleatoric and epistemic uncertainty, defined in `Uncertainty`."""
+        check_batch(x, "uncertainty")
         return self._average([x], spread=True)[0].uncertainty()
 
     def samples(self, x: Any) -> Tensor:
         """Return the prediction of each sample, (sample, example, ...)."""
+        check_batch(x, "samples")
         x = move_batch(x, self.device)
         found = torch.cat([*self._predictions(x)])
         self._check_finite(found, x, [found])

@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 from torch.optim import Optimizer
 
+from .. import lowering
 from .._validate import describe_differences
 from .._warnings import warn_once
 from .manifest import Manifest, count_steps, is_count
@@ -62,6 +63,7 @@ def warn_of_dropout(given: set[str], model: nn.Module, stacklevel: int) -> None:
     if "dropout" in given:
         return
     active = [name for name, module in model.named_modules() if module.training and _dropout_rate(module) > 0]
+    active += _dropping_functions(model)
     if active:
         names = ", ".join(map(repr, active[:3])) + (", ..." if len(active) > 3 else "")
         warn_once(
@@ -80,3 +82,13 @@ def _dropout_rate(module: nn.Module) -> float:
     if isinstance(module, nn.RNNBase):
         return float(module.dropout) if module.num_layers > 1 else 0.0
     return float(module.dropout) if isinstance(module, nn.MultiheadAttention) else 0.0
+
+
+def _dropping_functions(model: nn.Module) -> list[str]:
+    """Return the calls of dropout as a function that a lowered model has made in training, as "module/dropout/number"."""
+    called = [name for name, runs in lowering.state_dict(model).items() if "/" in name and runs > 0]
+    return [name for name in called if "dropout" in name.split("/")[1] and _is_training(model, name.split("/")[0])]
+
+
+def _is_training(model: nn.Module, name: str) -> bool:
+    return model.get_submodule(name).training

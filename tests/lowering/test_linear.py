@@ -1,4 +1,4 @@
-"""Linear layers with packed weights: the bits of PyTorch's own, by fewer calls."""
+"""Linear layers as one function: the bits of PyTorch's own, in memory of their own."""
 
 from __future__ import annotations
 
@@ -10,25 +10,29 @@ from torch import Tensor, nn
 
 import qlangevin as ql
 from qlangevin import QTensor
-from qlangevin.lowering.packed_linear import is_packed_linear, packed_linear
+from qlangevin.lowering.linear import has_linear_function, linear
 
 
-def layer(bias: bool = True) -> nn.Linear:
+def layer(bias: bool = True, packed: bool = True) -> nn.Linear:
     torch.manual_seed(0)
-    return ql.pack(nn.Linear(24, 10, bias=bias), "bfp8")
+    module = nn.Linear(24, 10, bias=bias)
+    return ql.pack(module, "bfp8") if packed else module
 
 
+@pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("needs_grad", [True, False])
 @pytest.mark.parametrize("shape", [(6, 24), (1, 24), (0, 24), (3, 5, 24)])
-def test_outputs_and_gradients_are_those_of_pytorch(shape: tuple[int, ...], needs_grad: bool, bias: bool) -> None:
-    module, found = layer(bias), []
+def test_outputs_and_gradients_are_those_of_pytorch(
+    shape: tuple[int, ...], needs_grad: bool, bias: bool, packed: bool
+) -> None:
+    module, found = layer(bias, packed), []
     x = torch.randn(shape)
-    if not is_packed_linear(module, x):
-        assert len(shape) == 3
-        assert not bias
+    if not has_linear_function(module, x):
+        assert not packed or len(shape) == 3
+        assert not bias or len(shape) == 2
         return
-    for function in (nn.functional.linear, packed_linear):
+    for function in (nn.functional.linear, linear):
         given = x.clone().requires_grad_(needs_grad)
         module.zero_grad()
         y = function(given, module.weight, module.bias)
@@ -38,10 +42,23 @@ def test_outputs_and_gradients_are_those_of_pytorch(shape: tuple[int, ...], need
         assert (a is None and b is None) or torch.equal(a, b)
 
 
-def test_second_derivatives() -> None:
-    module, found = layer(), []
-    for function in (nn.functional.linear, packed_linear):
-        x = torch.ones(4, 24, requires_grad=True)
+@pytest.mark.parametrize("packed", [True, False])
+def test_outputs_and_errors_of_three_dims_are_no_views(packed: bool) -> None:
+    module, errors = layer(packed=packed), list[Tensor]()
+    x = torch.randn(3, 5, 24, requires_grad=True) * 1.0
+    x.register_hook(errors.append)
+    y = linear(x, module.weight, module.bias)
+    assert not y._is_view()
+    y.sum().backward()
+    assert not errors[0]._is_view()
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("shape", [(4, 24), (2, 2, 24)])
+def test_second_derivatives(shape: tuple[int, ...], packed: bool) -> None:
+    module, found = layer(packed=packed), []
+    for function in (nn.functional.linear, linear):
+        x = torch.ones(shape, requires_grad=True)
         (g,) = torch.autograd.grad(function(x, module.weight, module.bias).pow(3).sum(), x, create_graph=True)
         found.append(torch.autograd.grad(g.square().sum(), [x, *module.parameters()]))
     for a, b in zip(*found, strict=True):
@@ -50,14 +67,14 @@ def test_second_derivatives() -> None:
 
 def test_frozen_weights_and_a_step_before_backward() -> None:
     module, x = layer(), torch.randn(4, 24, requires_grad=True)
-    y = packed_linear(x, module.weight, module.bias)
+    y = linear(x, module.weight, module.bias)
     with torch.no_grad():
         module.weight.mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
     for p in module.parameters():
         p.requires_grad_(False)
-    packed_linear(x, module.weight, module.bias).sum().backward()
+    linear(x, module.weight, module.bias).sum().backward()
     assert torch.equal(x.grad, module.weight.decode().sum(0).expand(4, 24))  # type: ignore[arg-type, attr-defined]
 
 
@@ -82,11 +99,13 @@ def test_a_lowered_layer_takes_this_way(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize("dim", [1, 4])
 def test_other_inputs_take_the_usual_way(dim: int) -> None:
     module = layer()
-    assert not is_packed_linear(module, torch.randn([24] * dim))
-    assert not is_packed_linear(nn.Linear(24, 10), torch.randn(2, 24))
-    assert not is_packed_linear(module, torch.randn(2, 24, dtype=torch.float64))
+    assert not has_linear_function(module, torch.randn([24] * dim))
+    assert not has_linear_function(nn.Linear(24, 10), torch.randn(2, 24))
+    assert not has_linear_function(nn.Linear(24, 10), torch.randn(2, 24, 24).transpose(0, 1))
+    assert not has_linear_function(nn.Linear(24, 10, bias=False), torch.randn(2, 3, 24))
+    assert not has_linear_function(module, torch.randn(2, 24, dtype=torch.float64))
     with torch.autocast("cpu", torch.bfloat16):
-        assert not is_packed_linear(module, torch.randn(2, 24))
+        assert not has_linear_function(module, torch.randn(2, 24))
 
 
 def test_transposes_of_packed_matrices() -> None:
