@@ -12,7 +12,8 @@ from qlangevin.quantization.random import Key
 from qlangevin.sampling.settings import StepSettings
 from qlangevin.sampling.underdamped import solve, velocity_unit
 from qlangevin.sampling.update import update_underdamped
-from qlangevin.theory.stationary import _corrected_rows, grid
+from qlangevin.theory.stationary import grid
+from qlangevin.theory.transition import transition_matrix
 
 
 def exact(lr: float, c: float, heat: float) -> dict[str, float]:
@@ -70,11 +71,10 @@ def test_one_step_has_the_exact_moments_on_its_grids(u_format: str, x_format: st
     k, start, u, force = solve(0.05, c, 1 / 16, 0.25), 0.15625, 0.75, 0.3
     u_points, x_points = grid(u_format), grid(x_format)
     mean_u = u + (k.fade * u + k.kick * force)
-    row = _corrected_rows(torch.tensor([mean_u], dtype=torch.float64), k.velocity_variance, u_points, parse(u_format))[
-        0
-    ]
+    mean = torch.tensor([mean_u], dtype=torch.float64)
+    row = transition_matrix(mean, k.velocity_variance, u_points, parse(u_format), "corrected")[0]
     means = start + k.carry * u + k.push * force + k.follow * (u_points - mean_u)
-    rows = _corrected_rows(means, k.variance, x_points, parse(x_format))
+    rows = transition_matrix(means, k.variance, x_points, parse(x_format), "corrected")
     joint = row[:, None] * rows
     mean_x = start + k.carry * u + k.push * force
     dx, du = x_points - mean_x, u_points - mean_u
