@@ -112,13 +112,13 @@ def begin_moments(g: Tensor, scale: float, rms: RMS, key: Key) -> Tensor:
     return _round((g * scale) * (g * scale), rms, key)
 
 
-def next_moments(moments: Tensor, g: Tensor, scale: float, rms: RMS, key: Key) -> Tensor:
+def next_moments(moments: Tensor, g: Tensor, scale: float | Tensor, rms: RMS, key: Key) -> Tensor:
     """Return V' = Q^s(decay V + (1 - decay) g²), in units of the scale."""
     scaled = g * scale
     return _round(rms.decay * moments + (1 - rms.decay) * (scaled * scaled), rms, key)
 
 
-def gain(moments: Tensor, scale: float, rms: RMS) -> Tensor:
+def gain(moments: Tensor, scale: float | Tensor, rms: RMS) -> Tensor:
     """Return G = 1 / (eps + sqrt(V)) for V in units of the scale."""
     return 1.0 / (rms.eps + root(moments) * (1 / scale))
 
