@@ -26,7 +26,16 @@ from ..quantization.formats import FP32, Float, Format, parse
 from ..quantization.qtensor import decoded_as
 from ..quantization.random import Key, root
 
-__all__ = ["RMS", "begin_moments", "choose_scale", "gain", "next_moments", "parse_preconditioner", "rescale"]
+__all__ = [
+    "RMS",
+    "begin_moments",
+    "choose_scale",
+    "gain",
+    "next_moments",
+    "parse_preconditioner",
+    "rescale",
+    "rescale_in_place",
+]
 
 FIRST = 3  # log2 of the largest gradient of the first step, times the scale
 ROOM = 16.0  # a scale is changed when V is this close to the end of its format's range
@@ -130,6 +139,17 @@ def rescale(moments: Tensor, scale: float, rms: RMS) -> tuple[Tensor, float] | N
     if values.numel() == 0 or float(values.max()) < high / ROOM:
         return None
     return values * ROOM**-2, scale / ROOM
+
+
+def rescale_in_place(moments: Tensor, scale: Tensor, rms: RMS, clear: Tensor | None = None) -> None:
+    """Do as `rescale` says to V and to a scale on its device, without waiting for it; nothing unless ``clear``, if given."""
+    values = decoded_as(moments, torch.float32)
+    if values.numel() == 0:
+        return
+    due = values.max() >= parse(rms.format).high / ROOM
+    due = due if clear is None else due & clear
+    moments.copy_(torch.where(due, values * ROOM**-2, values))
+    scale.copy_(torch.where(due, scale / ROOM, scale))
 
 
 def _round(values: Tensor, rms: RMS, key: Key) -> Tensor:

@@ -1,4 +1,4 @@
-"""Steps with a centre, a mask, gains and velocities by the Triton kernels, against the PyTorch path: bit for bit, few launches."""
+"""Steps with a centre, a mask, gains and velocities by the Triton kernels: the bits of the PyTorch path, in few launches."""
 
 from __future__ import annotations
 
@@ -124,7 +124,9 @@ def written(t: TensorStep) -> dict[str, Tensor]:
     tensors = {}
     for name, kept in found.items():
         if isinstance(kept, QTensor):
-            tensors |= {f"{name} codes": kept.codes} | ({} if kept.exponents is None else {f"{name} exponents": kept.exponents})
+            tensors |= {f"{name} codes": kept.codes} | (
+                {} if kept.exponents is None else {f"{name} exponents": kept.exponents}
+            )
         elif kept is not None:
             tensors[name] = kept
     return tensors
@@ -159,10 +161,69 @@ def check(case: Case) -> int:
 
 @pytest.mark.parametrize(
     "case",
-    [
-        pytest.param(c, id=c.name, marks=[] if c in QUICK else [pytest.mark.slow])
-        for c in [*QUICK, *SLOW]
-    ],
+    [pytest.param(c, id=c.name, marks=[] if c in QUICK else [pytest.mark.slow]) for c in [*QUICK, *SLOW]],
 )
 def test_a_step(case: Case) -> None:
     assert check(case) == case.launches
+
+
+@pytest.mark.slow
+def test_blocks_that_programs_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (split, step):
+        monkeypatch.setattr(module, "LONGEST", 8)
+    monkeypatch.setattr(split, "COUNTERS", 32)
+    monkeypatch.setattr(split, "PIECE", 1)
+    for settings in ({**rms()}, {"friction": 0.3, "rounding": "stochastic", "velocity": "bfp8/tensor"}):
+        check(Case("bfp8/tensor", settings, center="bfp8/tensor", mask=True))
+
+
+def test_a_step_that_the_host_counts() -> None:
+    """Shards of parameters step so: with numbers of steps, and scales, from the host."""
+    case = Case("bfp8", {"friction": 0.3, **rms(freeze_after=STEP)})
+    settings = settings_of(case)
+    with suspended(this_module):
+        here = make_tensors(case, settings)
+        there = [copy(t) for t in here]
+        for t in there:
+            _step_by_pytorch(t, settings)
+    step_by_kernels(this_module, here, settings)
+    for found, wanted in zip(map(written, here), map(written, there), strict=True):
+        assert {name: same_bits(t, wanted[name]) for name, t in found.items()} == dict.fromkeys(wanted, True)
+
+
+@pytest.mark.parametrize("freeze_after", [STEP - 1, STEP])
+def test_moments_freeze_by_the_count_on_the_device(freeze_after: int) -> None:
+    case = Case("fixed8.6", {**rms(freeze_after=freeze_after)})
+    settings = settings_of(case)
+    with suspended(this_module):
+        tensors = make_tensors(case, settings)
+    before = [written(copy(t))["moments codes"] for t in tensors]
+    step_there(tensors, settings)
+    same = [torch.equal(written(t)["moments codes"], b) for t, b in zip(tensors, before, strict=True)]
+    assert same == [freeze_after < STEP] * 2
+
+
+def test_a_scale_on_the_device_is_that_of_the_host() -> None:
+    case = Case("fixed8.6", {**rms()})
+    settings = settings_of(case)
+    with suspended(this_module):
+        one = make_tensors(case, settings)
+    two = [copy(t) for t in one]
+    two = [t._replace(moments=t.moments._replace(scale=torch.tensor(t.moments.scale))) for t in two]
+    for tensors in (one, two):
+        step_there(tensors, settings)
+    for a, b in zip(map(written, one), map(written, two), strict=True):
+        assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize("friction", [None, 0.3])
+def test_a_gradient_that_is_not_finite_turns_the_step_into_nothing(friction: float | None) -> None:
+    case = Case("bfp8", {"friction": friction, **rms()}, center="bf16", mask=True)
+    settings = settings_of(case)
+    with suspended(this_module):
+        tensors = make_tensors(case, settings)
+    before = [written(copy(t)) for t in tensors]
+    tensors[1].gradient[2] = torch.nan
+    assert step_there(tensors, settings).tolist() == [2, 2]
+    for t, kept in zip(tensors, before, strict=True):
+        assert all(torch.equal(now, kept[name]) for name, now in written(t).items())
