@@ -81,7 +81,7 @@ def test_every_argument_is_checked(name: str) -> None:
         "numel": [-1, 0, 23, 25, 48, 2**60, 2**63 - 1],
         "threads": [0, -1],
         "rounding": [-1, 3],
-        "purpose": [11, 2**32 - 1],
+        "purpose": [12, 2**32 - 1],
         "variance": [-1.0, math.nan, math.inf],
         "lr": [math.nan, math.inf],
         "weight_decay": [math.nan],

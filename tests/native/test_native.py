@@ -16,7 +16,8 @@ from qlangevin.quantization.codes import encode_exactly
 from qlangevin.quantization.formats import GridKind
 from qlangevin.quantization.operators import Rounding
 from qlangevin.sampling.settings import StepSettings
-from qlangevin.sampling.step import step_tensors, update
+from qlangevin.sampling.step import step_tensors
+from qlangevin.sampling.update import update
 from tests.helpers.strategies import NAMES
 
 pytestmark = pytest.mark.skipif(not native.available, reason="no compiled kernels")
@@ -194,7 +195,7 @@ def test_python_and_cpp_number_purposes_roundings_and_grids_alike() -> None:
         name: getattr(random, name)
         for name in (
             *("ROUNDING", "NOISE", "CHOICE", "GRADIENT", "WEIGHT", "LEFTOVER", "ACTIVATION", "ERROR"),
-            *("ACTIVATION_REST", "ERROR_REST", "COIN"),
+            *("ACTIVATION_REST", "ERROR_REST", "COIN", "MOMENT"),
         )
     }
     assert list(kernels.ROUNDINGS.items()) == [(name, number) for number, name in enumerate(get_args(Rounding))]

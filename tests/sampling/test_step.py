@@ -10,7 +10,8 @@ from qlangevin import FixedPoint, Key, encode, native, quantize
 from qlangevin.quantization.backend import TensorStep
 from qlangevin.quantization.qtensor import QTensor, decoded
 from qlangevin.sampling.settings import FIELDS, StepSettings
-from qlangevin.sampling.step import step_tensors, update
+from qlangevin.sampling.step import step_tensors
+from qlangevin.sampling.update import update
 
 
 def mixture(accumulator: bool) -> list[TensorStep]:
@@ -38,7 +39,7 @@ def test_one_call_steps_any_mixture_as_the_update_says(accumulator: str | None) 
     steps = mixture(bool(accumulator))
     expected = []
     with native.disabled():
-        for theta, gradient, key, kept in mixture(bool(accumulator)):
+        for theta, gradient, key, kept, *_ in mixture(bool(accumulator)):
             format = accumulator or settings.weights_format(theta)
             expected.append(update(theta if kept is None else kept, gradient, settings, format, key))
     versions = [t.theta._version for t in steps]

@@ -69,8 +69,9 @@ struct Block {
     const int64_t at, n;
     const Grid &grid;
     Bits &centered, &normal;
+    const float variance;  // the greatest
 
-    float greatest_s(const Gap &g) const { return g.variance_of(all(law.v.greatest(n)))[0]; }
+    float greatest_s(const Gap &g) const { return g.variance_of(all(variance))[0]; }
 
     // Draws all elements on one gap. The cases that need no choice in each lane have loops of their own, for speed.
     void draw_all(const Gap g, float most) {
@@ -277,11 +278,11 @@ void corrected_block(M mu, V v, float *out, int64_t at, int64_t n, const Grid &g
     each_block(grid, n, [&](int64_t start, int64_t length) {
         const M mean = mu + start;
         const Extent extent = mean.extent(length);
-        const float most = extent.total, sigma = __builtin_sqrtf((v + start).greatest(length));
+        const float most = extent.total, variance = (v + start).greatest(length), sigma = __builtin_sqrtf(variance);
         if (most != most) return spoil(out + start, length);
         const auto draw = [&](auto plain) {
             const Law<M, V, plain.value> law{mean, v + start, grid.top, grid.low, grid.high};
-            Block<M, V, plain.value>{law, out + start, at + start, length, grid, centered, normal}.round(most, sigma);
+            Block<M, V, plain.value>{law, out + start, at + start, length, grid, centered, normal, variance}.round(most, sigma);
         };
         // Below far, no gap is as large as the greatest, and nothing is clipped.
         const float end = grid.high * 0x1p-8f, far = end < 0x1p60f ? end : 0x1p60f;

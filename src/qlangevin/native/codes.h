@@ -63,6 +63,30 @@ void decode_floats(const Code *code, float *value, int64_t n, const Grid &grid) 
     }
 }
 
+// The same for bytes. Formats of 8 bits have no numbers that float32 holds as subnormals.
+void encode_floats(const float *value, int8_t *code, int64_t n, const Grid &grid) {
+    const Gap least(grid.min_gap);
+    const float normal = least.gap * grid.top * 0.5f, inverse = least.inverse;
+    const int32_t shift = grid.shift, bias = (grid.min_gap + shift - 1 + 127) * (1 << shift);
+    lanes(n, [=](int64_t i, auto part) {
+        const F x = part.load(value + i), size = magnitude(x);
+        const I over = (I)((U)size >> (23 - shift)) - bias, under = integers(lesser(size, all(normal)) * inverse);
+        part.store(code + i, (size < normal ? under : over) | -(I)((U)x >> 31 << 7));  // -128 is the sign
+    });
+}
+
+void decode_floats(const int8_t *code, float *value, int64_t n, const Grid &grid) {
+    const Gap least(grid.min_gap);
+    const float gap = least.gap;
+    const int32_t shift = grid.shift, bias = (grid.min_gap + shift - 1 + 127) << 23;
+    lanes(n, [=](int64_t i, auto part) {
+        const I bits = part.load(code + i), rank = bits & 127;
+        const F over = (F)((rank << (23 - shift)) + bias), under = floats(rank) * gap;
+        const F size = rank < (1 << shift) ? under : over;
+        part.store(value + i, (F)((U)size | ((U)(bits & 128) << 24)));
+    });
+}
+
 // The gap of a block. An exponent that no block has, in a damaged file say, may be below those of float32.
 inline float decoded_gap(const Grid &grid, const int8_t *exponent) {
     const int gap = exponent ? *exponent - grid.shift : grid.min_gap;

@@ -46,36 +46,45 @@ const float *round_gradient(const Step &s, float *rounded, int64_t begin, int64_
     return rounded;
 }
 
-// Turns the running mean of squares into gains, and takes the gradient into it unless it is frozen.
-void read_gains(const Moments &m, const Source &source, const float *g, float *gain, float *work, int64_t begin, int64_t n) {
-    read(m.values, begin, n, gain);
-    if (!m.frozen) {
-        lanes(n, [=, keep = m.decay, fresh = m.fresh, scale = m.scale](int64_t i, auto part) {
-            const F scaled = part.load(g + i) * scale;
-            part.store(work + i, keep * part.load(gain + i) + fresh * (scaled * scaled));
-        });
-        stochastic(Whole{work}, work, begin, n, m.values.grid, source, kMoment);
-        if (m.values.grid.kind == Grid::kNone)
-            lanes(n, [=](int64_t i, auto part) { part.store(work + i, lesser(part.load(work + i), all(kLargest))); });
-        write(m.values, begin, n, work);
-    }
-    lanes(n, [=, eps = m.eps, unscale = m.unscale](int64_t i, auto part) {
-        part.store(gain + i, 1.0f / (eps + root(part.load(gain + i)) * unscale));
-    });
+// What of a step there is beside the weights, as constants of its loops.
+template <bool kCenter, bool kGains>
+struct Kind {
+    static constexpr bool center = kCenter, gains = kGains;
+};
+
+template <class Body>
+void with_kind(const Step &s, const Body &body) {
+    const bool center = is_there(s.center) && s.pull != 0.0f, gains = is_there(s.moments.values);
+    if (center && gains) body(Kind<true, true>{});
+    else if (center) body(Kind<true, false>{});
+    else if (gains) body(Kind<false, true>{});
+    else body(Kind<false, false>{});
 }
 
-// f = g + λ θ + (γ/N)(θ - w0), times a factor.
-void add_forces(const Step &s, const float *g, const float *theta, float *force, float *center, float factor, int64_t begin, int64_t n) {
-    const float sign = s.maximize ? -1.0f : 1.0f, decay = s.weight_decay, pull = s.pull;
-    if (!is_there(s.center) || pull == 0.0f)
-        return lanes(n, [=](int64_t i, auto part) {
-            part.store(force + i, factor * (sign * part.load(g + i) + decay * part.load(theta + i)));
-        });
-    read(s.center, begin, n, center);
-    lanes(n, [=](int64_t i, auto part) {
-        const F x = part.load(theta + i);
-        part.store(force + i, factor * ((sign * part.load(g + i) + decay * x) + pull * (x - part.load(center + i))));
+// Calls body(i, part, f, G) with the force f = g + λ θ + (γ/N)(θ - w0), and the gain 1 / (eps + sqrt(V)) if there are gains. Takes
+// the gradient into the running mean V of its squares, unless that is frozen. What the body stores may be where g is.
+template <class K, class Body>
+void with_forces(K, const Step &s, const float *g, const float *theta, float *center, float *moments, int64_t begin, int64_t n,
+                 const Body &body) {
+    const Moments &m = s.moments;
+    if (K::center) read(s.center, begin, n, center);
+    if (K::gains) read(m.values, begin, n, moments);
+    lanes(n, [=, sign = s.maximize ? -1.0f : 1.0f, decay = s.weight_decay, pull = s.pull, keep = m.decay, fresh = m.fresh, eps = m.eps,
+              scale = m.scale, unscale = m.unscale](int64_t i, auto part) {
+        const F slope = part.load(g + i), x = part.load(theta + i), v = K::gains ? part.load(moments + i) : F{};
+        F force = sign * slope + decay * x;
+        if (K::center) force = force + pull * (x - part.load(center + i));
+        if (K::gains) {
+            const F scaled = slope * scale;
+            part.store(moments + i, keep * v + fresh * (scaled * scaled));
+        }
+        body(i, part, force, K::gains ? 1.0f / (eps + root(v) * unscale) : F{});
     });
+    if (!K::gains || m.frozen) return;
+    stochastic(Whole{moments}, moments, begin, n, m.values.grid, s.source, kMoment);
+    if (m.values.grid.kind == Grid::kNone)
+        lanes(n, [=](int64_t i, auto part) { part.store(moments + i, lesser(part.load(moments + i), all(kLargest))); });
+    write(m.values, begin, n, moments);
 }
 
 // Draws Q(start + move, v) to out, which may be start, by the rounding of the step; move is overwritten. Rounding after the noise
@@ -97,58 +106,59 @@ void draw(Rounding rounding, const float *start, float *move, V v, float *out, f
     nearest(move, out, n, grid);
 }
 
-// ---- SGLD
-
-void update_sgld(const Step &s, const Grid &grid, float *theta, float *rest, int64_t begin, int64_t n) {
-    float *drift = rest, *spread = rest + n, *work = rest + 2 * n;
-    const float *g = round_gradient(s, drift, begin, n);
-    const bool gains = is_there(s.moments.values);
-    if (gains) read_gains(s.moments, s.source, g, spread, work, begin, n);
-    add_forces(s, g, theta, drift, work, -s.lr, begin, n);
-    if (!gains && !s.mask) return draw(s.rounding, theta, drift, Same{s.variance}, theta, nullptr, grid, s.source, begin, n);
-    lanes(n, [=, v = s.variance](int64_t i, auto part) {
-        if (gains) part.store(drift + i, part.load(drift + i) * part.load(spread + i));
-        part.store(spread + i, gains ? v * part.load(spread + i) : all(v));
-    });
-    if (s.mask) clear_fixed(s.mask, begin, n, drift), clear_fixed(s.mask, begin, n, spread);
-    draw(s.rounding, theta, drift, Each{spread}, theta, nullptr, grid, s.source, begin, n);
-}
-
-// ---- SGHMC
-
-// Draws a part of a step with one variance, or with one each if a mask or gains ask for it.
-void draw_spread(const Step &s, const float *start, float *move, float v, const float *gain, float *spread, float *out, float *noise,
-                 const Grid &grid, const Source &source, int64_t begin, int64_t n) {
-    if (!gain && !s.mask) return draw(s.rounding, start, move, Same{v}, out, noise, grid, source, begin, n);
-    lanes(n, [=](int64_t i, auto part) { part.store(spread + i, gain ? v * part.load(gain + i) : all(v)); });
+// Draws with one variance for all, or one each in `spread`; what a mask excludes has neither move nor variance.
+void draw_masked(const Step &s, const float *start, float *move, float v, bool each, float *spread, float *out, float *noise, const Grid &grid,
+                 const Source &source, int64_t begin, int64_t n) {
+    if (!each && !s.mask) return draw(s.rounding, start, move, Same{v}, out, noise, grid, source, begin, n);
+    if (!each) lanes(n, [=](int64_t i, auto part) { part.store(spread + i, all(v)); });
     if (s.mask) clear_fixed(s.mask, begin, n, move), clear_fixed(s.mask, begin, n, spread);
     draw(s.rounding, start, move, Each{spread}, out, noise, grid, source, begin, n);
 }
 
-void update_sghmc(const Step &s, const Grid &grid, float *theta, float *rest, int64_t begin, int64_t n) {
-    float *force = rest, *gain = rest + n, *u = rest + 2 * n, *move = rest + 3 * n, *kicked = rest + 4 * n, *work = rest + 5 * n;
-    const float *g = round_gradient(s, force, begin, n);
-    const bool gains = is_there(s.moments.values);
-    if (gains) read_gains(s.moments, s.source, g, gain, work, begin, n);
-    add_forces(s, g, theta, force, work, 1.0f, begin, n);
-    const Underdamped c = s.velocity.coefficients;
-    read(s.velocity.values, begin, n, u);
-    lanes(n, [=](int64_t i, auto part) {
-        if (gains) part.store(force + i, part.load(force + i) * root(part.load(gain + i)));
-        part.store(move + i, c.fade * part.load(u + i) + c.kick * part.load(force + i));
+// ---- SGLD
+
+void update_sgld(const Step &s, const Grid &grid, float *theta, float *rest, int64_t begin, int64_t n) {
+    float *drift = rest, *spread = rest + n, *moments = rest + 2 * n, *center = spread;
+    const float *g = round_gradient(s, drift, begin, n);
+    with_kind(s, [&](auto kind) {
+        with_forces(kind, s, g, theta, center, moments, begin, n, [=, rate = -s.lr, v = s.variance](int64_t i, auto part, F force, F gain) {
+            const F by = rate * force;
+            part.store(drift + i, kind.gains ? by * gain : by);
+            if (kind.gains) part.store(spread + i, v * gain);
+        });
+        draw_masked(s, theta, drift, s.variance, kind.gains, spread, theta, nullptr, grid, s.source, begin, n);
     });
-    const bool after = s.rounding != kCorrected;  // then the noise is drawn, and rounding comes after it
-    draw_spread(s, u, move, c.velocity_variance, nullptr, work, kicked, after ? work : nullptr, s.velocity.values.grid, s.velocity.source, begin, n);
-    lanes(n, [=](int64_t i, auto part) {
-        const F old = part.load(u + i), e = after ? part.load(work + i) : (part.load(kicked + i) - old) - part.load(move + i);
-        const F drift = (c.carry * old + c.push * part.load(force + i)) + c.follow * e;
-        part.store(force + i, gains ? drift * root(part.load(gain + i)) : drift);
-    });
-    write(s.velocity.values, begin, n, kicked);
-    draw_spread(s, theta, force, c.variance, gains ? gain : nullptr, work, theta, nullptr, grid, s.source, begin, n);
 }
 
-// The update in place, on the grid of the weights or of their accumulator. `rest` holds `kScratch` floats for each element.
+// ---- SGHMC
+
+void update_sghmc(const Step &s, const Grid &grid, float *theta, float *rest, int64_t begin, int64_t n) {
+    float *force = rest, *spread = rest + n, *u = rest + 2 * n, *move = rest + 3 * n, *kicked = rest + 4 * n, *work = rest + 5 * n;
+    const float *g = round_gradient(s, force, begin, n);
+    const Underdamped c = s.velocity.coefficients;
+    const bool after = s.rounding != kCorrected;  // then the noise is drawn, and rounding comes after it
+    read(s.velocity.values, begin, n, u);
+    with_kind(s, [&](auto kind) {
+        with_forces(kind, s, g, theta, kicked, work, begin, n, [=](int64_t i, auto part, F f, F gain) {
+            const F pushed = kind.gains ? f * root(gain) : f;
+            part.store(force + i, pushed);
+            part.store(move + i, c.fade * part.load(u + i) + c.kick * pushed);
+            if (kind.gains) part.store(spread + i, gain);
+        });
+        draw_masked(s, u, move, c.velocity_variance, false, work, kicked, after ? work : nullptr, s.velocity.values.grid,
+                    s.velocity.source, begin, n);
+        lanes(n, [=](int64_t i, auto part) {
+            const F old = part.load(u + i), e = after ? part.load(work + i) : (part.load(kicked + i) - old) - part.load(move + i);
+            const F by = (c.carry * old + c.push * part.load(force + i)) + c.follow * e, gain = kind.gains ? part.load(spread + i) : F{};
+            part.store(force + i, kind.gains ? by * root(gain) : by);
+            if (kind.gains) part.store(spread + i, c.variance * gain);
+        });
+        write(s.velocity.values, begin, n, kicked);
+        draw_masked(s, theta, force, c.variance, kind.gains, spread, theta, nullptr, grid, s.source, begin, n);
+    });
+}
+
+// The update in place, on the grid of the weights or of their accumulator.
 void update(const Step &s, const Grid &grid, float *theta, float *rest, int64_t begin, int64_t n) {
     if (is_there(s.velocity.values)) update_sghmc(s, grid, theta, rest, begin, n);
     else update_sgld(s, grid, theta, rest, begin, n);

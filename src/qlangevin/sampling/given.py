@@ -30,7 +30,7 @@ def spread_over_groups(params: Any, given: Mapping[str, Any]) -> Any:
     """
     if isinstance(params, Tensor) or not isinstance(params, Iterable) or not (listed := list(params)):
         return params if isinstance(params, Tensor) or not isinstance(params, Iterable) else []
-    groups = [dict(g) for g in listed] if isinstance(listed[0], dict) else [{"params": listed}]
+    groups: list[dict[str, Any]] = [dict(g) for g in listed] if isinstance(listed[0], dict) else [{"params": listed}]
     for group in groups:
         group["params"] = _as_list(group["params"])
     everyone = [pair for group in groups for pair in _pairs(group)]

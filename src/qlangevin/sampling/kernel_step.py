@@ -65,7 +65,8 @@ def step_by_kernels(
         on_device = {} if counters is None else counters.pick(chosen)
         kernels.sgld(
             readable, weights=parse(weights) if weights else None, gradients=gradients, accumulator=accumulator,
-            rounding=s.rounding, lr=s.lr, weight_decay=s.weight_decay, variance=s.variance, maximize=s.maximize, **on_device, **dynamics,
+            rounding=s.rounding, lr=s.lr, weight_decay=s.weight_decay, variance=s.variance, maximize=s.maximize, **on_device,
+            **dynamics,
         )  # fmt: skip
         for t, stepped in zip(some, readable, strict=True):
             _write_back(t.theta, stepped.theta)

@@ -52,8 +52,8 @@ def keep_center(given: Any, theta: Tensor, settings: StepSettings, format: str |
     parsed = parse(name)
     if values.numel() and not parsed.low <= float(values.min()) <= float(values.max()) <= parsed.high:
         raise ValueError(
-            f"the centre has numbers from {float(values.min()):g} to {float(values.max()):g}, which do not fit {parsed}: its range is "
-            f"{parsed.low:g} to {parsed.high:g}; take another center_format, such as 'bf16'"
+            f"the centre has numbers from {float(values.min()):g} to {float(values.max()):g}, which do not fit {parsed}: its "
+            f"range is {parsed.low:g} to {parsed.high:g}; take another center_format, such as 'bf16'"
         )
     return hold(quantize(values, parsed), name)
 

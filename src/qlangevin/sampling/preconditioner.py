@@ -72,8 +72,8 @@ class RMS:
         parsed = parse(self.format)
         if not isinstance(parsed, Float):
             raise ValueError(
-                f"format must be floating point, such as 'fp8_e5m2' or 'bf16', got {parsed}: squares of gradients differ by orders "
-                "of magnitude"
+                f"format must be floating point, such as 'fp8_e5m2' or 'bf16', got {parsed}: squares of gradients differ by "
+                "orders of magnitude"
             )
         if self.freeze_after is not None:
             object.__setattr__(self, "freeze_after", check_integer("freeze_after", self.freeze_after, 1))

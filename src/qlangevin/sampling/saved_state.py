@@ -80,7 +80,7 @@ def _check_state(state: Mapping[str, Any], shape: torch.Size) -> None:
         if f"{name}{CODES}" in state:
             codes, exponents = state[f"{name}{CODES}"], state.get(f"{name}{EXPONENTS}")
             try:
-                QTensor(codes, exponents, parse(state.get(f"{name}{FORMAT}")), shape, torch.float32)
+                QTensor(codes, exponents, parse(state.get(f"{name}{FORMAT}", "")), shape, torch.float32)
             except (AttributeError, TypeError, ValueError) as error:
                 raise ValueError(f"the saved {name} is damaged: {error}") from None
     if "mask" in state and tuple(state["mask"].shape) != (-(-shape.numel() // 8),):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .._dtensor import shard_of
 from .._validate import check_choice, check_flag, check_number
-from ..quantization.formats import BF16, FLOAT32_MAX, FP16, FP32, fit_dtype, parse
+from ..quantization.formats import BF16, FLOAT32_MAX, FP8_E4M3, FP16, FP32, fit_dtype, parse
 from ..quantization.operators import Algorithm, Rounding
 from ..quantization.qtensor import QTensor
 from ..quantization.random import Key
@@ -52,7 +52,7 @@ class StepSettings:
     box: float | None = None  # weights stay within this distance of w0
     preconditioner: str | None = None  # `RMS` by name
     friction: float | None = None  # of underdamped dynamics; None: there is no velocity
-    velocity: str | None = None  # None: the accumulator's format, else that of the weights
+    velocity: str | None = None  # None: see `velocity_format`
     masked: bool = False  # some of the parameters have masks
 
     def __post_init__(self) -> None:
@@ -143,10 +143,17 @@ class StepSettings:
         return name if name is None or theta.dtype is torch.float32 else _fit_name(name, theta.dtype)
 
     def velocity_format(self, theta: Tensor) -> str | None:
-        """Return the format of the velocities of a parameter; None for float64."""
+        """Return the format of the velocities of a parameter; None for float64.
+
+        By default they have as many bytes as the weights, and a range of their own: velocities are far larger than their
+        standard deviation, which is their unit, while a chain finds its way.
+        """
         if self.velocity or self.accumulator:
             return self.velocity or self.accumulator
-        return self.weights_format(theta)
+        weights = self.weights_format(theta)
+        if weights is None or weights in _DTYPE_FORMATS.values():
+            return weights
+        return str(FP8_E4M3 if parse(weights).storage_bits <= 8 else BF16)
 
     def key_of(self, p: Tensor, index: int, step: int) -> Key:
         """Return the random bits of a parameter, or of the shard of it that this process has."""

@@ -33,8 +33,9 @@ class SGHMC(Sampler):
     Args:
         lr: the learning rate of the SGLD that this is at high friction.
         friction: the part of the velocity that one step loses, 1 - a for small ones; positive.
-        velocity: format of the velocities, in units of about sqrt(T/N), their standard deviation. None: that of the accumulator, or
-            of the weights. A weight takes 2 bytes if both are packed in 8 bits.
+        velocity: format of the velocities, in units of about sqrt(T/N), their standard deviation. None: that of the accumulator
+            if there is one, that of the weights if it is a dtype's own; else ``"fp8_e4m3"`` for weights of up to 8 bits, so
+            that both take 2 bytes, and ``"bf16"`` for wider ones. ``"fixed8.4"`` is faster, and ends at 8 units.
         preconditioner: gains as of SGLD, here one over the mass of each weight; exact once they are frozen.
 
     All other arguments are those of `SGLD`; with ``temperature=0`` this is SGD with momentum.

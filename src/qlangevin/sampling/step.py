@@ -1,7 +1,7 @@
 """One step of many tensors, in place, on either of two paths that agree bit for bit.
 
-`update` has a step in plain PyTorch, which is the specification; `kernel_step` has the fused kernels of the tensors' device. Plain
-SGLD of plain tensors passes through the operator ``qlangevin::sgld_``, which is opaque to `torch.compile`.
+`update` has a step in plain PyTorch, which is the specification; `kernel_step` has the fused kernels of the tensors' device.
+Plain SGLD of plain tensors passes through the operator ``qlangevin::sgld_``, which is opaque to `torch.compile`.
 """
 
 from __future__ import annotations

@@ -79,7 +79,8 @@ def update(
     variance = torch.full((), settings.variance, dtype=g.dtype, device=theta.device)
     if beside.gain is not None:
         drift, variance = drift * beside.gain, variance * beside.gain
-    return draw(theta, drift, variance, settings, format, key, beside.moving).values
+    noisy = settings.variance > 0
+    return draw(theta, drift, variance, settings, format, key, beside.moving, noisy=noisy).values
 
 
 def update_underdamped(
@@ -102,12 +103,14 @@ def update_underdamped(
     f, one = force(theta, g, settings, beside), torch.ones((), dtype=g.dtype, device=theta.device)
     scale = None if beside.gain is None else root(beside.gain)
     f = f if scale is None else f * scale
-    kicked = draw(u, c.fade * u + c.kick * f, c.velocity_variance * one, settings, formats[1], keys[1], beside.moving)
+    kick, noisy = c.fade * u + c.kick * f, c.velocity_variance > 0
+    kicked = draw(u, kick, c.velocity_variance * one, settings, formats[1], keys[1], beside.moving, noisy=noisy)
     drift = (c.carry * u + c.push * f) + c.follow * kicked.noise
     variance = c.variance * one
     if scale is not None:
         drift, variance = drift * scale, variance * cast(Tensor, beside.gain)
-    return draw(theta, drift, variance, settings, formats[0], keys[0], beside.moving).values, kicked.values
+    moved = draw(theta, drift, variance, settings, formats[0], keys[0], beside.moving, noisy=c.variance > 0)
+    return moved.values, kicked.values
 
 
 def force(theta: Tensor, g: Tensor, settings: StepSettings, beside: Beside) -> Tensor:
@@ -118,16 +121,19 @@ def force(theta: Tensor, g: Tensor, settings: StepSettings, beside: Beside) -> T
 
 def draw(
     start: Tensor, move: Tensor, variance: Tensor, settings: StepSettings, format: str | None, key: Key,
-    moving: Tensor | None,
+    moving: Tensor | None, *, noisy: bool,
 ) -> Drawn:  # fmt: skip
-    """Return a draw of mean start + move by the rounding of the settings, and its noise; what does not move stays."""
+    """Return a draw of mean start + move by the rounding of the settings, and its noise; what does not move stays.
+
+    If it is not ``noisy``, the variance is zero throughout.
+    """
     if moving is not None:
         move, variance = torch.where(moving, move, 0), torch.where(moving, variance, 0)
     if settings.rounding == "corrected" and format is not None:
         values = operators.draw(Mean(start, move), variance, parse(format), key, settings.algorithm)
         return Drawn(values, (values - start) - move)
     noise = torch.zeros_like(start)
-    if settings.temperature > 0:
+    if noisy:
         noise = root(variance) * random.normal(key, start.numel(), device=start.device).to(start.dtype).view(
             start.shape
         )
