@@ -1,4 +1,4 @@
-"""Steps with a centre, a mask, gains and velocities that the host does not wait for: the CPU's bits, and no reading of numbers."""
+"""Steps with a centre, a mask, gains or velocities that the host does not wait for: the CPU's bits, no reading of numbers."""
 
 from collections.abc import Callable
 from typing import Any

@@ -37,17 +37,21 @@ def to_saved(entry: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def tensors_in(state: Mapping[str, Any]) -> list[str]:
-    """Return the names of the tensors in a saved state that are not of the parameter's dtype."""
+    """Return the names of what torch must not load: tensors that are not of the parameter's dtype, and names of formats.
+
+    torch casts the former, and takes the latter for collections.
+    """
+    kept = (*KEPT, "accumulator")
     return [
         name
         for name, value in state.items()
-        if isinstance(value, Tensor) and name.partition(".")[0] in (*KEPT, "accumulator")
+        if name.partition(".")[0] in kept and (isinstance(value, Tensor) or name.endswith(FORMAT))
     ]
 
 
-def from_saved(state: dict[str, Any], tensors: Mapping[str, Tensor], p: Tensor) -> None:
+def from_saved(state: dict[str, Any], saved: Mapping[str, Any], p: Tensor) -> None:
     """Put saved tensors into a state as a sampler keeps them: copies of their own, on the parameter's device."""
-    part = local(p)
+    part, tensors = local(p), {name: t for name, t in saved.items() if isinstance(t, Tensor)}
     moved = {name: t.detach().to(part.device, copy=True).contiguous() for name, t in tensors.items()}
     for name, t in moved.items():
         kept, _, piece = name.partition(".")
@@ -56,7 +60,8 @@ def from_saved(state: dict[str, Any], tensors: Mapping[str, Tensor], p: Tensor) 
             continue
         state.pop(name, None)
         if f".{piece}" == CODES:
-            format, exponents = parse(state.pop(f"{kept}{FORMAT}")), moved.get(f"{kept}{EXPONENTS}")
+            format, exponents = parse(saved[f"{kept}{FORMAT}"]), moved.get(f"{kept}{EXPONENTS}")
+            state.pop(f"{kept}{FORMAT}", None)
             state[kept] = QTensor(t, exponents, format, part.shape, torch.float32)
 
 

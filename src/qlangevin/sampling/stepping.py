@@ -320,8 +320,8 @@ class Stepper(Optimizer):
             return plans
         if not others and is_capturing():
             raise RuntimeError(
-                f"a CUDA graph cannot capture the first step of {self._name(new[0])}, which begins the moments of its preconditioner; "
-                "take a step, with gradients of the same parameters, before the capture"
+                f"a CUDA graph cannot capture the first step of {self._name(new[0])}, which begins the moments of its "
+                "preconditioner; take a step, with gradients of the same parameters, before the capture"
             )
         if new:
             self._wait_for_counts()

@@ -121,7 +121,7 @@ def written(t: TensorStep) -> dict[str, Tensor]:
     found = {"theta": t.theta, "accumulator": t.accumulator}
     found |= {} if t.moments is None else {"moments": t.moments.values}
     found |= {} if t.velocity is None else {"velocity": t.velocity.values}
-    tensors = {}
+    tensors = dict[str, Tensor]()
     for name, kept in found.items():
         if isinstance(kept, QTensor):
             tensors |= {f"{name} codes": kept.codes} | (
