@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import chain, product
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,12 +21,10 @@ import qlangevin as ql
 from qlangevin import gpu
 from qlangevin.gpu import split
 from qlangevin.quantization import random
-from qlangevin.quantization.backend import Kernels, Moments, TensorStep, Velocity, kernels_for
+from qlangevin.quantization.backend import Kernels, TensorStep, kernels_for
 from qlangevin.quantization.operators import Rounding
-from qlangevin.sampling.kernel_step import Counters, step_by_kernels
-from qlangevin.sampling.localization import hold
-from qlangevin.sampling.masks import pack_mask
-from qlangevin.sampling.settings import StepSettings
+
+from .dynamics import steps_beside
 
 __all__ = ["Operation", "operations"]
 
@@ -66,7 +64,8 @@ def operations(quick: bool) -> Iterator[Operation]:
             row = 32 if format == "bfp8/32" else shape[1] if "bfp8" in format else 0
             found = [_quantizers(name, format, torch.randn(shape), quick), _steps(name, format, shape, quick)]
             if not quick:
-                found += [_with_codes(name, format, torch.randn(shape)), _dynamics(name, format, shape)]
+                beside = (Operation(*step) for step in steps_beside(name, format, shape))
+                found += [_with_codes(name, format, torch.randn(shape)), beside]
             yield from (_finish(operation, row, math.prod(shape)) for operation in chain.from_iterable(found))
 
 
@@ -166,69 +165,6 @@ def _step(theta: Tensor, gradient: Tensor, format: str, gradients: str | None, a
         gradients=None if gradients is None else ql.parse(gradients), accumulator=ql.parse(accumulator) if accumulator else None,
         rounding="corrected", lr=0.1, weight_decay=1e-4, variance=2e-4, maximize=False, slots=[0], counts=counts, flags=flags,
     )  # fmt: skip
-
-
-class Kind(NamedTuple):
-    """A step that is more than SGLD's; ``bytes`` are those that it moves beside weights, gradient and velocities."""
-
-    settings: dict[str, Any]
-    bytes: float
-    scratch: float
-    center: str | None = None
-    masked: bool = False
-
-
-RMS = {"preconditioner": "rms"}
-KINDS = {
-    "localization": Kind({"localization": 1.0}, 2, 8, center="bf16"),
-    "localization, naive": Kind({"localization": 1.0, "rounding": "stochastic"}, 1, 8, center="bfp8"),
-    "gains": Kind(RMS, 2, 16),
-    "gains, a mask, gradients fp8_e5m2": Kind({**RMS, "gradients": "fp8_e5m2"}, 2.125, 16, masked=True),
-    "velocities": Kind({"friction": 0.1}, 0, 32),
-    "velocities, naive": Kind({"friction": 0.1, "rounding": "nearest"}, 0, 32),
-    "velocities of bfp8, gains": Kind({"friction": 0.1, "velocity": "bfp8", **RMS}, 2, 52),
-    "velocities, a mask, localization": Kind(
-        {"friction": 0.1, "localization": 1.0}, 1.375, 48, center="fixed8.6", masked=True
-    ),
-}
-
-
-def _dynamics(name: str, format: str, shape: tuple[int, ...]) -> Iterator[Operation]:
-    """Yield steps with a centre, a mask, a preconditioner or velocities.
-
-    Moves, variances, old velocities and gains are written to scratch memory and read again; weights, velocities and the gradient
-    are read once more for it.
-    """
-    x = (torch.randn(shape) * 0.1).clamp(-0.12, 0.12)
-    for kind, (settings, more, scratch, center, masked) in KINDS.items():
-        s = StepSettings(1e-3, 1e6, localization=settings.get("localization", 0.0), masked=masked, **_without(settings))
-        theta, moments, velocity = ql.encode(x, format), None, None
-        byte = theta.codes.itemsize
-        if s.rms is not None:
-            moments = Moments(hold(torch.ones(shape), str(s.rms.format)), 1.0)
-        if s.friction is not None:
-            kept = hold(x * 0, s.velocity_format(theta))
-            velocity = Velocity(kept, 1.0, ql.Key(1))
-        center_ = hold(ql.quantize(x, center), center) if center else None
-        t = TensorStep(theta, x * 1e-3, ql.Key(0), None, center_, _mask(x) if masked else None, moments, velocity)
-        yield Operation(
-            f"step on codes, {name}, {kind}", 8 + 2 * byte + more, partial(_step_beside, t, s), scratch=scratch
-        )
-
-
-def _without(settings: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in settings.items() if name != "localization"}
-
-
-def _mask(x: Tensor) -> Tensor:
-    return pack_mask(x > 0, x.shape, x.device)
-
-
-def _step_beside(t: TensorStep, settings: StepSettings) -> None:
-    counts, flags = torch.zeros(1, dtype=torch.int64), torch.full((2,), 2**31 - 1, dtype=torch.int32)
-    kernels = _kernels(t.gradient)
-    kernels.begin_step([t.gradient], [0], counts, flags)
-    step_by_kernels(kernels, [t], settings, Counters([0], counts, flags))
 
 
 def _kernels(x: Tensor) -> Kernels:

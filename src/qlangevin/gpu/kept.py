@@ -17,7 +17,7 @@ from .elements import BLOCK
 from .laws import from_gaps, gap_of
 from .step_kernels import Row, load_grid, load_theta, pointer
 
-__all__ = ["EXTRA_WIDTH", "Extra", "Kept", "Reads", "load_kept"]
+__all__ = ["EXTRA_WIDTH", "Extra", "Kept", "Reads", "divide_by_line", "load_kept"]
 
 FIRST_GRID = tl.constexpr(4)  # where the grid begins among the columns of one tensor
 
@@ -78,10 +78,22 @@ def load_kept(row, COLUMN: tl.constexpr, first, place, inside, KEPT: tl.constexp
 
 @triton.jit
 def block_of(row, COLUMN: tl.constexpr, first, place):
-    """Return the numbers of the blocks of elements; vectors are divided in 32 bits, which is many times faster than in 64."""
-    line, size = tl.load(row + COLUMN + 2), tl.load(row + COLUMN + 3)
-    pieces = ((line + size - 1) // size).to(tl.uint32)
-    beyond = (first % line).to(tl.uint32) + place.to(tl.uint32)
-    lines = beyond // line.to(tl.uint32)
-    within = beyond - lines * line.to(tl.uint32)
-    return ((first // line).to(tl.uint32) + lines) * pieces + within // size.to(tl.uint32)
+    """Return the numbers of the blocks of elements. It divides in 32 bits, which is many times faster than in 64."""
+    line, size = tl.load(row + COLUMN + 2).to(tl.uint32), tl.load(row + COLUMN + 3).to(tl.uint32)
+    before, rest = divide_by_line(first, line)
+    beyond = rest + place.to(tl.uint32)
+    lines = beyond // line
+    return (before + lines) * ((line + size - 1) // size) + (beyond - lines * line) // size
+
+
+@triton.jit
+def divide_by_line(first, line):
+    """Return (quotient, rest) of an index below 2^33 by the length of a line, below 2^31: 2^31 at a time."""
+    low, high, most = (first & 0x7FFFFFFF).to(tl.uint32), (first >> 31).to(tl.int32), line * 0 + 0x7FFFFFFF
+    quotient, rest = low // line, low % line
+    for i in tl.static_range(3):
+        further = rest + (most % line + 1)
+        over = further >= line
+        quotient = tl.where(high > i, quotient + most // line + tl.where(over, 1, 0).to(tl.uint32), quotient)
+        rest = tl.where(high > i, tl.where(over, further - line, further), rest)
+    return quotient, rest

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 import qlangevin as ql
@@ -14,6 +16,7 @@ from qlangevin import Key, QTensor, encode
 from qlangevin.gpu import launch, split, step
 from qlangevin.gpu.check.comparing import same_bits
 from qlangevin.gpu.functions import this_module
+from qlangevin.gpu.kept import divide_by_line
 from qlangevin.quantization.backend import NO_ERROR, Moments, TensorStep, Velocity, suspended
 from qlangevin.sampling.kernel_step import Counters, step_by_kernels
 from qlangevin.sampling.localization import hold
@@ -227,3 +230,20 @@ def test_a_gradient_that_is_not_finite_turns_the_step_into_nothing(friction: flo
     assert step_there(tensors, settings).tolist() == [2, 2]
     for t, kept in zip(tensors, before, strict=True):
         assert all(torch.equal(now, kept[name]) for name, now in written(t).items())
+
+
+@triton.jit
+def divide(index, lines, out):
+    line = tl.load(lines + tl.program_id(0)).to(tl.uint32)
+    quotient, rest = divide_by_line(tl.load(index + tl.program_id(0)), line)
+    tl.store(out + 2 * tl.program_id(0), quotient.to(tl.int64))
+    tl.store(out + 2 * tl.program_id(0) + 1, rest.to(tl.int64))
+
+
+def test_indices_beyond_32_bits_are_divided() -> None:
+    indices = [0, 511, 2**31 - 1, 2**31, 2**31 + 512, 2**32 - 512, 2**32, 3 * 2**31 + 12345, 2**33 - 512]
+    pairs = [(i, line) for i in indices for line in (7, 512, 2**16, 2**31 - 257) if i // line < 2**32]
+    index, line = (torch.tensor(numbers) for numbers in zip(*pairs, strict=True))
+    out = torch.empty(len(pairs), 2, dtype=torch.int64)
+    divide[(len(pairs),)](index, line, out)
+    assert torch.equal(out, torch.stack([index // line, index % line], 1))
