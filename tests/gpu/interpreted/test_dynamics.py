@@ -233,7 +233,7 @@ def test_a_gradient_that_is_not_finite_turns_the_step_into_nothing(friction: flo
 
 
 @triton.jit
-def divide(index, lines, out):
+def divide(index, lines, out):  # type: ignore[no-untyped-def]
     line = tl.load(lines + tl.program_id(0)).to(tl.uint32)
     quotient, rest = divide_by_line(tl.load(index + tl.program_id(0)), line)
     tl.store(out + 2 * tl.program_id(0), quotient.to(tl.int64))
