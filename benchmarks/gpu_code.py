@@ -153,8 +153,7 @@ def main(options: Options) -> int:
     os.environ.pop("TRITON_INTERPRET", None)  # it would take the compiler's place
     recorded = [
         replace(r, launches=[launch for launch in r.launches if re.search(options.kernels, launch.function)])
-        for r in record_in_child(options.quick)
-        if re.search(options.only, r.name)
+        for r in record_in_child(options.quick, options.only)
     ]
     with tempfile.TemporaryDirectory() as folder:
         os.environ["TRITON_CACHE_DIR"] = folder

@@ -24,6 +24,8 @@ from qlangevin.quantization import random
 from qlangevin.quantization.backend import Kernels, TensorStep, kernels_for
 from qlangevin.quantization.operators import Rounding
 
+from .dynamics import steps_beside
+
 __all__ = ["Operation", "operations"]
 
 # Formats by kernel, with a shape: elements on their own; blocks of several lengths, that of a ResNet's middle layers being 2304.
@@ -62,7 +64,8 @@ def operations(quick: bool) -> Iterator[Operation]:
             row = 32 if format == "bfp8/32" else shape[1] if "bfp8" in format else 0
             found = [_quantizers(name, format, torch.randn(shape), quick), _steps(name, format, shape, quick)]
             if not quick:
-                found.append(_with_codes(name, format, torch.randn(shape)))
+                beside = (Operation(*step) for step in steps_beside(name, format, shape))
+                found += [_with_codes(name, format, torch.randn(shape)), beside]
             yield from (_finish(operation, row, math.prod(shape)) for operation in chain.from_iterable(found))
 
 

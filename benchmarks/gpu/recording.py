@@ -1,4 +1,4 @@
-"""``python -m benchmarks.gpu.recording FILE``: record the launches of all that has a GPU kernel, as Triton specialises them.
+"""``python -m benchmarks.gpu.recording FILE PATTERN``: record the launches of operations that have GPU kernels.
 
 This runs in Triton's interpreter: the library does its work on small CPU tensors, and every launch is written down with the
 types, constants and alignments that Triton would compile a kernel for. `read` gives them back, to be compiled in another process,
@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -174,11 +175,11 @@ def _from_json(found: dict[str, Any]) -> Any:
     return found
 
 
-def record_in_child(quick: bool) -> list[Recorded]:
-    """Record all operations, or the most important ones, in a process with the interpreter."""
+def record_in_child(quick: bool, only: str = "") -> list[Recorded]:
+    """Record all operations, or the most important ones, whose names match ``only``, in a process with the interpreter."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "launches.json"
-        command = [sys.executable, "-m", "benchmarks.gpu.recording", str(file), *(["--quick"] if quick else [])]
+        command = [sys.executable, "-m", "benchmarks.gpu.recording", str(file), only, *(["--quick"] if quick else [])]
         variables = {"TRITON_INTERPRET": "1", "TRITON_CACHE_DIR": folder}
         subprocess.run(command, env=os.environ | variables, check=True)
         return read(file)
@@ -193,13 +194,15 @@ def read(file: Path) -> list[Recorded]:
     return found
 
 
-def main(file: Path, quick: bool) -> None:
-    """Run the operations and write their launches."""
+def main(file: Path, only: str, quick: bool) -> None:
+    """Run the operations whose names match and write their launches."""
     from .operations import operations
     from .traffic import trace
 
     found = []
     for operation in operations(quick):
+        if not re.search(only, operation.name):
+            continue
         with record() as launches, trace() as traffic:
             operation.run()
         moved = traffic.bytes / operation.elements
@@ -209,4 +212,4 @@ def main(file: Path, quick: bool) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), "--quick" in sys.argv)
+    main(Path(sys.argv[1]), sys.argv[2], "--quick" in sys.argv)

@@ -20,7 +20,7 @@ from qlangevin.gpu.check.comparing import SPECIFICATION, Case, Place, compare, s
 from qlangevin.gpu.check.operations import code_cases, corrected_cases, quantize_cases
 from qlangevin.gpu.check.table import comparison_lines, head_lines, measurement_line
 from qlangevin.gpu.check.timing import Measurement
-from qlangevin.gpu.check.training import network_cases, step_cases
+from qlangevin.gpu.check.training import beside_cases, network_cases, step_cases
 
 ELSEWHERE = Place(torch.device("cpu"), "kernels")
 NEVER, AT_ONCE = time.monotonic() + 1e6, 0.0
@@ -68,7 +68,7 @@ def test_cases_have_a_result_on_the_pytorch_path() -> None:
     shapes = [(3, 20)]
     families = [
         quantize_cases("nearest", shapes), quantize_cases("stochastic", shapes), corrected_cases(shapes),
-        code_cases(shapes), step_cases(shapes, quick=True), network_cases(4),
+        code_cases(shapes), step_cases(shapes, quick=True), beside_cases(shapes, steps=1), network_cases(4),
     ]  # fmt: skip
     for cases in families:
         found = compare("cases", cases, SPECIFICATION, NEVER)

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import wraps
 from typing import Any, TypeVar, cast
 
@@ -55,7 +56,8 @@ class DeferredKernels:
     def sgld(
         self, tensors: Sequence[TensorStep], *, weights: Format | None, gradients: Format | None,
         accumulator: Format | None, rounding: Any, lr: float, weight_decay: float, variance: float, maximize: bool,
-        slots: list[int] | None = None, counts: Tensor | None = None, flags: Tensor | None = None,
+        dynamics: StepSettings | None = None, slots: list[int] | None = None, counts: Tensor | None = None,
+        flags: Tensor | None = None,
     ) -> None:  # fmt: skip
         if flags is not None and flags[0] != NO_ERROR:
             flags[1] = flags[0]
@@ -65,9 +67,13 @@ class DeferredKernels:
             assert t.gradient.dtype in self.floats
             own = t.theta.format if isinstance(t.theta, QTensor) else weights
             names = [None if f is None else str(f) for f in (own, gradients, accumulator)]
-            settings = kind(lr, 1, 0.0, weight_decay, *names, rounding=rounding, maximize=maximize)
+            if dynamics is None:
+                settings = kind(lr, 1, 0.0, weight_decay, *names, rounding=rounding, maximize=maximize)
+            else:
+                settings = replace(dynamics, weights=names[0])
             step = t.key.step if counts is None or slots is None else int(counts[slots[i]])
-            self._step_one(t._replace(key=t.key.at(step)), settings)
+            velocity = None if t.velocity is None else t.velocity._replace(key=t.velocity.key.at(step))
+            self._step_one(t._replace(key=t.key.at(step), velocity=velocity), settings)
 
     def _step_one(self, t: TensorStep, settings: StepSettings) -> None:
         q = t.theta

@@ -10,6 +10,7 @@ Triton, which CUDA builds of PyTorch bring along, GPU tensors take the PyTorch p
     block_draws, round_rows, codes
     kernels, launch  one tensor at a time
     step_kernels, tables, step   an SGLD step of many tensors
+    kept, dynamics_kernels, dynamics   the same with a centre, a mask, a preconditioner or velocities
 
 `python -m qlangevin.gpu.check` compares every kernel with the PyTorch path, on a GPU or in Triton's interpreter.
 """

@@ -8,8 +8,9 @@ from typing import cast
 import torch
 
 from ..quantization import backend
+from .dynamics import sgld
 from .launch import decode, encode, encode_exactly, first_not_finite, quantize, quantize_with_codes, relu_with_codes
-from .step import begin_step, sgld
+from .step import begin_step
 
 __all__ = [
     "begin_step", "decode", "deferred", "encode", "encode_exactly", "first_not_finite", "floats", "quantize",

@@ -25,7 +25,9 @@ MOST_BLOCKS = 2**31 - 256
 MOST_ELEMENTS = 2**33  # four elements share a counter of 32 bits
 OPTIONS = {"enable_fp_fusion": False}  # a product and a sum in one instruction round once: other bits
 # NVIDIA's assembler would rather put a few numbers of these kernels into local memory than have fewer warps in work.
-MOST_REGISTERS = {"quantize_blocks": 128, "step_elements": 160, "step_blocks": 128, "split_draw": 128}
+MOST_REGISTERS = {
+    "quantize_blocks": 128, "step_elements": 160, "step_blocks": 128, "split_draw": 128, "prepare": 64, "kick": 64, "follow": 64,
+}  # fmt: skip
 
 launches = 0  # since the process began, for those who count
 

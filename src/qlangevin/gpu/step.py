@@ -22,7 +22,17 @@ from .split import LONGEST, TYPES, round_split
 from .step_kernels import GRADIENT_BITS, ROUNDING_BITS, WEIGHT_BITS
 from .tables import Item, Table, make_table
 
-__all__ = ["begin_step", "sgld"]
+__all__ = [
+    "Counting",
+    "StepRun",
+    "begin_step",
+    "find_targets",
+    "is_block",
+    "round_gradients",
+    "round_weights",
+    "sgld",
+    "update",
+]
 
 _OF_DTYPE = {torch.float32: FP32, torch.bfloat16: BF16, torch.float16: FP16}
 _NO_KEY = Key(0)
@@ -98,33 +108,34 @@ def sgld(
     rounding: str, lr: float, weight_decay: float, variance: float, maximize: bool, slots: Sequence[int] | None = None,
     counts: Tensor | None = None, flags: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Take one SGLD step of several tensors in place; see `qlangevin.sampling.step` for the equation.
+    """Take one SGLD step of several tensors in place; see `qlangevin.sampling.update` for the equation.
 
     Tensors are contiguous, numbers or codes with a byte or more for each. With slots, counts and flags the number of the step is
     that counted on the device, and nothing changes if there is a flag.
     """
     run_ = StepRun(rounding, -lr, -1.0 if maximize else 1.0, weight_decay, variance, flags)
     counting = None if slots is None or counts is None or flags is None else Counting(slots, counts, flags)
-    each = [_item(t, weights, counting, i) for i, t in enumerate(tensors)]
+    items, targets = find_targets(tensors, weights, accumulator, counting)
+    needs_scratch = gradients is not None and (is_block(gradients) or any(is_block(item.format) for item in targets))
+    if gradients is not None and needs_scratch:
+        targets = round_gradients(run_, targets, gradients)
+    update(run_, targets, None if needs_scratch else gradients)
+    round_weights(run_, tensors, items, targets)
+
+
+def find_targets(
+    tensors: Sequence[TensorStep], weights: Format | None, accumulator: Format | None, counting: Counting | None
+) -> tuple[list[Item], list[Item]]:
+    """Return the weights of tensors, and what a step updates: these, or their accumulators."""
+    items = [_item(t, weights, counting, i) for i, t in enumerate(tensors)]
     targets = [
         item if t.accumulator is None else _accumulated(t, item, accumulator)
-        for t, item in zip(tensors, each, strict=True)
+        for t, item in zip(tensors, items, strict=True)
     ]
-    needs_scratch = gradients is not None and (_is_block(gradients) or any(_is_block(item.format) for item in targets))
-    if gradients is not None and needs_scratch:
-        rounded = _round_gradients(run_, targets, gradients)
-        targets = [item._replace(other=g) for item, g in zip(targets, rounded, strict=True)]
-    _update(run_, targets, None if needs_scratch else gradients)
-    later = [
-        item._replace(x=t.accumulator, other=None, out=item.x)
-        for t, item, target in zip(tensors, each, targets, strict=True)
-        if t.accumulator is not None and target.out is None
-    ]
-    if later:
-        _round_weights(run_, later)
+    return items, targets
 
 
-def _is_block(format: Format | None) -> bool:
+def is_block(format: Format | None) -> bool:
     return format is not None and format.has_exponents
 
 
@@ -145,40 +156,41 @@ def _item(t: TensorStep, weights: Format | None, counting: Counting | None, i: i
 def _accumulated(t: TensorStep, item: Item, accumulator: Format | None) -> Item:
     """Return the accumulator of a tensor in its place; if weights and accumulator stand alone, the weights are its ``out``."""
     assert t.accumulator is not None
-    together = not _is_block(item.format) and not _is_block(accumulator)
+    together = not is_block(item.format) and not is_block(accumulator)
     return item._replace(
         x=t.accumulator, format=accumulator, exponents=None, out=item.x if together else None,
         weights=item.format if together else None,
     )  # fmt: skip
 
 
-def _round_gradients(run_: StepRun, items: Sequence[Item], format: Format) -> list[Tensor]:
-    """Return Q_G of all gradients."""
+def round_gradients(run_: StepRun, items: Sequence[Item], format: Format) -> list[Item]:
+    """Return items with Q_G of their gradients."""
     made, groups = [torch.empty(i.shape, dtype=torch.float32, device=i.x.device) for i in items], defaultdict(list)
     for item, out in zip(items, made, strict=True):
         assert item.other is not None
         groups[item.other.dtype].append(item._replace(x=item.other, other=None, out=out, exponents=None, format=format))
     for group in groups.values():
-        if _is_block(format):
+        if is_block(format):
             _launch_blocks(run_, group, rounding="stochastic", purpose=GRADIENT_BITS.value, drift=0, codes=False)
         else:
             _launch_rounding(run_, group, "stochastic", GRADIENT_BITS.value)
-    return made
+    return [item._replace(other=g) for item, g in zip(items, made, strict=True)]
 
 
-def _update(run_: StepRun, items: Sequence[Item], gradients: Format | None) -> None:
-    """Update tensors in place: one launch for those of each kind."""
+def update(run_: StepRun, items: Sequence[Item], gradients: Format | None, *, given: bool = False) -> None:
+    """Update tensors in place: one launch for those of each kind. ``given``: with moves in the place of gradients."""
     groups: dict[Any, list[Item]] = defaultdict(list)
     for item in items:
         groups[_signature(item)].append(item)
     for group in groups.values():
         some = group[0]
-        if _is_block(some.format):
+        if is_block(some.format):
             in_place = [item._replace(out=item.x) for item in group]
             codes = not some.x.dtype.is_floating_point
-            _launch_blocks(run_, in_place, run_.rounding, ROUNDING_BITS.value, run_.drift, codes)
+            drift = int(means.MOVE.value) if given else run_.drift
+            _launch_blocks(run_, in_place, run_.rounding, ROUNDING_BITS.value, drift, codes)
         else:
-            _launch_elements(run_, [item._replace(gradients=gradients) for item in group])
+            _launch_elements(run_, [item._replace(gradients=gradients) for item in group], given)
 
 
 def _signature(item: Item) -> tuple[Any, ...]:
@@ -188,10 +200,10 @@ def _signature(item: Item) -> tuple[Any, ...]:
         for f in (item.format, item.weights)
     ]
     gradient = None if item.other is None else item.other.dtype
-    return item.x.dtype, gradient, None if item.out is None else item.out.dtype, *grids
+    return item.x.dtype, gradient, item.variances is None, None if item.out is None else item.out.dtype, *grids
 
 
-def _launch_elements(run_: StepRun, items: Sequence[Item]) -> None:
+def _launch_elements(run_: StepRun, items: Sequence[Item], given: bool) -> None:
     some = items[0]
     grids = [grid_of(f or FP32, some.shape) for f in (some.format, some.gradients, some.weights)]
     assert some.other is not None
@@ -202,7 +214,7 @@ def _launch_elements(run_: StepRun, items: Sequence[Item]) -> None:
         GRADIENT_TYPE=TYPES[some.other.dtype], KIND=int(grids[0].kind), TINY=is_tiny(grids[0]), ROUNDING=ROUNDINGS[run_.rounding],
         Q_G=int(grids[1].kind), TINY_G=is_tiny(grids[1]), WEIGHTS_TYPE=TYPES[out.dtype],
         WEIGHTS_CODES=not out.dtype.is_floating_point, Q_W=int(grids[2].kind), TINY_W=is_tiny(grids[2]),
-        THEN=some.out is not None, C=COUNTERS,
+        THEN=some.out is not None, GIVEN=given, EACH=some.variances is not None, C=COUNTERS,
     )  # fmt: skip
 
 
@@ -218,8 +230,8 @@ def _launch_blocks(run_: StepRun, items: Sequence[Item], rounding: str, purpose:
         assert some.format is not None
         assert some.out is not None
         how = How(
-            ROUNDINGS[rounding], purpose, drift, is_tiny(grid_of(some.format, some.shape)), codes=codes and some.out is some.x,
-            values=not codes, coded=codes,
+            ROUNDINGS[rounding], purpose, drift, is_tiny(grid_of(some.format, some.shape)), some.variances is not None,
+            codes=codes and some.out is some.x, values=not codes, coded=codes,
         )  # fmt: skip
         if shape is None:
             shared = [item._replace(out=None, codes=item.out) if codes else item for item in group]
@@ -242,16 +254,18 @@ def _merge_short(groups: dict[Any, list[Item]]) -> None:
         groups[longer] += groups.pop(short)
 
 
-def _round_weights(run_: StepRun, items: Sequence[Item]) -> None:
-    """Round weights, to ``out``, from their accumulators, where the update has not: blocks are among them."""
+def round_weights(run_: StepRun, tensors: Sequence[TensorStep], items: Sequence[Item], targets: Sequence[Item]) -> None:
+    """Round weights from their accumulators where the update has not: blocks are among them."""
     rounding = "nearest" if run_.rounding == "nearest" else "stochastic"
     groups: dict[Any, list[Item]] = defaultdict(list)
-    for item in items:
-        groups[_signature(item)].append(item)
+    for t, item, target in zip(tensors, items, targets, strict=True):
+        if t.accumulator is not None and target.out is None:
+            later = item._replace(x=t.accumulator, other=None, out=item.x)
+            groups[_signature(later)].append(later)
     for group in groups.values():
         some = group[0]
         assert some.out is not None
-        if _is_block(some.format):
+        if is_block(some.format):
             codes = not some.out.dtype.is_floating_point
             _launch_blocks(run_, group, rounding, WEIGHT_BITS.value, 0, codes)
         else:

@@ -41,17 +41,20 @@ ROUNDING_BITS, GRADIENT_BITS, WEIGHT_BITS = (tl.constexpr(p) for p in (random.RO
 
 
 @triton.jit
-def find_row(table, count):
-    """Return the row of the tensor that this program works on, and the number of the program among those of the tensor."""
+def find_row(table, count, ROW: tl.constexpr = WIDTH):
+    """Return the row of the tensor that this program works on, and the number of the program among those of the tensor.
+
+    Rows have ROW columns, those of `Row` first.
+    """
     pid = tl.program_id(0)
     low, high = 0, count
     while high - low > 1:  # times 6: a ResNet-18 has 62 tensors
         middle = (low + high) // 2
-        if tl.load(table + middle * WIDTH + FIRST) <= pid:
+        if tl.load(table + middle * ROW + FIRST) <= pid:
             low = middle
         else:
             high = middle
-    row = table + low * WIDTH
+    row = table + low * ROW
     return row, pid - tl.load(row + FIRST).to(tl.int32)
 
 
@@ -83,7 +86,12 @@ def load_grid(row, COLUMN: tl.constexpr):
 @triton.jit
 def load_source(row):
     """Return key and step of a tensor: the step is a number in the table, or counted on the device."""
-    key, step, count = tl.load(row + KEY), tl.load(row + STEP), tl.load(row + COUNT)
+    return source_at(tl.load(row + KEY), tl.load(row + STEP), tl.load(row + COUNT))
+
+
+@triton.jit
+def source_at(key, step, count):
+    """Return a key and a step as four words; the step is at the address ``count`` if there is one."""
     if count != 0:
         step = tl.load(count.to(tl.pointer_type(tl.int64)))
     return key.to(tl.uint32), (key >> 32).to(tl.uint32), step.to(tl.uint32), (step >> 32).to(tl.uint32)
@@ -167,23 +175,27 @@ def step_elements(
     table, flags, count, rate, sign, decay, v, TYPE: tl.constexpr, CODES: tl.constexpr, GRADIENT_TYPE: tl.constexpr,
     KIND: tl.constexpr, TINY: tl.constexpr, ROUNDING: tl.constexpr, Q_G: tl.constexpr, TINY_G: tl.constexpr,
     WEIGHTS_TYPE: tl.constexpr, WEIGHTS_CODES: tl.constexpr, Q_W: tl.constexpr, TINY_W: tl.constexpr, THEN: tl.constexpr,
-    FLAGGED: tl.constexpr, ALIGNED: tl.constexpr, C: tl.constexpr,
+    GIVEN: tl.constexpr, EACH: tl.constexpr, FLAGGED: tl.constexpr, ALIGNED: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """Step tensors in which every element stands alone; Q_G, Q_W and KIND are kinds of grids.
 
-    With THEN, x is an accumulator: its weights are rounded from it.
+    With THEN, x is an accumulator: its weights are rounded from it. With GIVEN the drift is read in the gradient's place, and
+    naive rounding has its noise in it; with EACH every element has its own variance.
     """
     clear = is_clear(flags, FLAGGED)
     if clear:
         row, part = find_row(table, count)
         source, grid = load_source(row), load_grid(row, GRID)
         x, g = pointer(row, X, TYPE, ALIGNED), pointer(row, OTHER, GRADIENT_TYPE, ALIGNED)
+        variances = pointer(row, VARIANCES, tl.float32, True)
         c = tl.arange(0, C)
         first = part.to(tl.int64) * (4 * C)
         left = tl.minimum(tl.load(row + NUMEL) - first, 4 * C).to(tl.int32)
         tile, lane = part * (C // 16) + c // 16, c % 16
         noisy = v > 0.0
-        if KIND == FIXED and ROUNDING == CORRECTED:
+        if EACH:
+            noisy = tl.program_id(0) >= 0
+        elif KIND == FIXED and ROUNDING == CORRECTED:
             noisy = variance_in_gaps(v, gap_of(grid[1], TINY), TINY) > V0
         h, xi, bits_g, bits_w = draw_bits(source, tile, lane, noisy, KIND, ROUNDING, Q_G, Q_W if THEN else NONE)
         sigma = tl.sqrt_rn(v)
@@ -192,15 +204,18 @@ def step_elements(
             place = c // 16 * 64 + 16 * k + lane
             at, inside = first + place, place < left
             theta = load_theta(x, at, inside, grid, KIND, CODES, TINY)
-            move = rate * (sign * load_gradient(row, g, at, inside, bits_g[k], Q_G, TINY_G) + decay * theta)
-            if ROUNDING != CORRECTED:
-                if noisy:
-                    move = move + sigma * xi[k]
+            move = load_gradient(row, g, at, inside, bits_g[k], Q_G, TINY_G)
+            each = tl.load(variances + at, mask=inside, other=0.0) if EACH else v
+            if not GIVEN:
+                move = rate * (sign * move + decay * theta)
+                if ROUNDING != CORRECTED:
+                    if noisy:
+                        move = move + sigma * xi[k]
             if CODES and KIND == FIXED and not TINY and ROUNDING != NEAREST:
                 code = tl.load(x + at, mask=inside, other=0).to(tl.float32)
-                tl.store(x + at, round_code(code, move, v, h[k], xi[k], grid, ROUNDING).to(TYPE), mask=inside)
+                tl.store(x + at, round_code(code, move, each, h[k], xi[k], grid, ROUNDING).to(TYPE), mask=inside)
             else:
-                value = round_moved(theta, move, v, h[k], xi[k], grid, KIND, ROUNDING, TINY)
+                value = round_moved(theta, move, each, h[k], xi[k], grid, KIND, ROUNDING, TINY)
                 store_theta(x, at, inside, value, grid, KIND, CODES, TINY)
             if THEN:
                 weights, out = load_grid(row, WEIGHTS), pointer(row, OUT, WEIGHTS_TYPE, ALIGNED)

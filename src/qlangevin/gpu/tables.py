@@ -16,12 +16,12 @@ from ..quantization.random import Key
 from .grids import grid_numbers, grid_of
 from .step_kernels import Row
 
-__all__ = ["Item", "Table", "make_table"]
+__all__ = ["Item", "Table", "addresses_of", "float_bits", "grid_row", "make_table"]
 
 MOST_TABLES = 64
 _uploaded: OrderedDict[tuple[Any, ...], Tensor] = OrderedDict()
 _captured: list[Tensor] = []  # CUDA graphs read these when they are replayed
-_spare: dict[int, list[Tensor]] = {}  # pinned memory for tables of so many rows
+_spare: dict[tuple[int, int], list[Tensor]] = {}  # pinned memory for tables of so many rows and columns
 SPARE = 4
 
 
@@ -56,21 +56,25 @@ class Table(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def _grid_row(format: Format | None, shape: torch.Size) -> tuple[int, ...]:
+def grid_row(format: Format | None, shape: torch.Size) -> tuple[int, ...]:
     """Return the numbers of a grid as the table holds them: floats as their bits."""
     numbers = grid_numbers(KernelGrid() if format is None else grid_of(format, shape))
-    return tuple(n if isinstance(n, int) else _bits(n) for n in numbers)
+    return tuple(n if isinstance(n, int) else float_bits(n) for n in numbers)
 
 
-def _bits(x: float) -> int:
+def float_bits(x: float) -> int:
+    """Return the bits of a float32 as a table holds them."""
     return int(struct.unpack("<i", struct.pack("<f", x))[0])
 
 
-def make_table(items: Sequence[Item], per_program: Sequence[int]) -> Table:
-    """Return the table of some tensors, of which item i has per_program[i] programs; upload it unless it is there already."""
+def make_table(items: Sequence[Item], per_program: Sequence[int], more: Sequence[tuple[int, ...]] = ()) -> Table:
+    """Return the table of some tensors, of which item i has per_program[i] programs; upload it unless it is there already.
+
+    ``more`` are further columns of each row.
+    """
     rows, first, aligned = [], 0, True
-    for item, programs in zip(items, per_program, strict=True):
-        rows.append(_row(item, first))
+    for i, (item, programs) in enumerate(zip(items, per_program, strict=True)):
+        rows.append((*_row(item, first), *more[i]) if more else _row(item, first))
         first += programs
         aligned = aligned and all(address % 16 == 0 for address in rows[-1][: Row.EXPONENTS])
     return Table(_upload(tuple(rows), items[0].x.device), len(rows), first, aligned)
@@ -79,18 +83,19 @@ def make_table(items: Sequence[Item], per_program: Sequence[int]) -> Table:
 def _row(item: Item, first: int) -> tuple[int, ...]:
     grid = KernelGrid() if item.format is None else grid_of(item.format, item.shape)
     blocks = 0 if item.format is None else item.format.block_count(item.shape)
-    addresses = _addresses(item.x, item.other, item.out, item.exponents)
-    shared = _addresses(item.codes, item.variances, item.positive, item.spoiled, item.stats)
+    addresses = addresses_of(item.x, item.other, item.out, item.exponents)
+    shared = addresses_of(item.codes, item.variances, item.positive, item.spoiled, item.stats)
     low, high = item.key.bits
     key, step = (n - (n >> 63 << 64) for n in (low | high << 32, item.key.step))
     return (
         *addresses, item.x.numel(), key, 0 if item.counted else step, item.counted, first, blocks, grid.line, grid.size,
-        item.slot, *shared, *_grid_row(item.format, item.shape), *_grid_row(item.gradients, item.shape),
-        *_grid_row(item.weights, item.shape),
+        item.slot, *shared, *grid_row(item.format, item.shape), *grid_row(item.gradients, item.shape),
+        *grid_row(item.weights, item.shape),
     )  # fmt: skip
 
 
-def _addresses(*tensors: Tensor | None) -> list[int]:
+def addresses_of(*tensors: Tensor | None) -> list[int]:
+    """Return the addresses of tensors; 0 where there is none."""
     return [0 if t is None else t.data_ptr() for t in tensors]
 
 
@@ -122,15 +127,16 @@ def _copy_to(device: torch.device, pinned: Tensor) -> Tensor:
 
 
 def _set_aside(count: int, width: int) -> None:
-    """Have pinned memory for tables of so many rows, as many as are in use and some more: a capture can allocate none."""
-    spare, in_use = _spare.setdefault(count, []), sum(len(key[2]) == count for key in _uploaded)
+    """Have pinned memory for tables of this size, as many as are in use and some more: a capture can allocate none."""
+    spare = _spare.setdefault((count, width), [])
+    in_use = sum((len(key[2]), len(key[2][0])) == (count, width) for key in _uploaded)
     while len(spare) < in_use + SPARE:
         spare.append(torch.empty((count, width), dtype=torch.int64, device="cpu", pin_memory=True))
 
 
 def _take_spare(rows: tuple[tuple[int, ...], ...]) -> Tensor:
     """Return rows in memory that was set aside."""
-    spare = _spare.get(len(rows))
+    spare = _spare.get((len(rows), len(rows[0])))
     if not spare:
         raise RuntimeError(
             "a CUDA graph that is captured needs memory that earlier steps set aside, and there is none left; take one more step "

@@ -253,7 +253,7 @@ def _add_beside(step: kernels.Step, t: TensorStep, dynamics: Dynamics) -> None:
     if t.mask is not None:
         step.set_mask(_memory(t.mask, torch.uint8, None))
     if t.moments is not None and rms is not None:
-        scale = t.moments.scale
+        scale = float(t.moments.scale)
         step.set_moments(
             _kept(t.moments.values, parse(rms.format), shape), decay=rms.decay, fresh=1 - rms.decay, eps=rms.eps, scale=scale,
             unscale=1 / scale, frozen=rms.is_frozen(t.key.step),

@@ -33,10 +33,13 @@ __all__ = [
 
 
 class Moments(NamedTuple):
-    """Running means of squared gradients, in units of 1/scale²: numbers of any dtype, or a QTensor."""
+    """Running means of squared gradients, in units of 1/scale²: numbers of any dtype, or a QTensor.
+
+    The scale is a float32 on the device for kernels that the host does not wait for.
+    """
 
     values: Tensor
-    scale: float
+    scale: float | Tensor
 
 
 class Velocity(NamedTuple):
@@ -71,6 +74,7 @@ class Rms(Protocol):
     decay: float
     eps: float
     format: Any
+    freeze_after: int | None
 
     def is_frozen(self, step: int) -> bool: ...
 
@@ -107,7 +111,7 @@ class Kernels(Protocol):
         """
 
     def sgld(self, *args: Any, **kwargs: Any) -> None:
-        """Step several tensors of an SGLD sampler, in place, in one call; `native.sgld` names the arguments.
+        """Step several tensors of a sampler, in place, in one call; `native.sgld` names the arguments.
 
         Deferred kernels also take ``slots``, ``counts`` and ``flags`` of `begin_step`: the number of a step is then the count,
         and nothing changes unless flags[0] is NO_ERROR; flags[1] = flags[0] afterwards.

@@ -111,6 +111,11 @@ class SamplerCounts:
         """Return the steps that a parameter has taken, on its device."""
         return self._devices[p.device].counts[self._slots[p]]
 
+    def clear_on(self, device: torch.device) -> Tensor | None:
+        """Return, on a device, whether steps there are not turned into nothing; None if none are counted there."""
+        found = self._devices.get(device)
+        return None if found is None else found.flags[0] == NO_ERROR
+
     def ask(self) -> None:
         """Have the flags sent to the host."""
         for counted in self._devices.values():

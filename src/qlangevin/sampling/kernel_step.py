@@ -35,17 +35,18 @@ def step_kernels(theta: Tensor, gradient: Tensor | None, settings: StepSettings)
         return None
     memory = theta.codes if isinstance(theta, QTensor) else theta
     kernels = kernels_for(memory) if gradient is None else kernels_for(memory, gradient)
-    if kernels is None or theta.dtype == torch.float64 or not _can_take(kernels, theta, settings):
+    if kernels is None or theta.dtype == torch.float64 or not _can_take(theta, settings):
         return None
     return kernels if memory is not theta or theta.dtype in kernels.floats else None
 
 
-def _can_take(kernels: Kernels, theta: Tensor, settings: StepSettings) -> bool:
-    """Return False for steps that are more than SGLD's on deferred kernels, and for velocities of which two share a byte."""
+def _can_take(theta: Tensor, settings: StepSettings) -> bool:
+    """Return False for velocities or moments of which two share a byte: kernels write one code an element."""
     if settings.is_plain:
         return True
-    velocity = None if settings.friction is None else settings.velocity_format(theta)
-    return not kernels.deferred and (velocity is None or parse(velocity).storage_bits > 4)
+    formats = [settings.velocity_format(theta)] if settings.friction is not None else []
+    formats += [str(settings.rms.format)] if settings.rms is not None else []
+    return all(name is None or parse(name).storage_bits > 4 for name in formats)
 
 
 def step_by_kernels(
@@ -77,6 +78,8 @@ def _make_readable(t: TensorStep, floats: frozenset[torch.dtype]) -> TensorStep:
     gradient = readable_gradient(t.theta, t.gradient, floats)
     theta = one_code_a_byte(t.theta) if isinstance(t.theta, QTensor) else t.theta.contiguous()
     center = one_code_a_byte(t.center) if isinstance(t.center, QTensor) else t.center
+    if center is not None and not isinstance(center, QTensor) and center.dtype not in floats:
+        center = center.to(torch.float32)
     if theta is t.theta and gradient is t.gradient and center is t.center:
         return t
     return t._replace(theta=theta, gradient=gradient, center=center)

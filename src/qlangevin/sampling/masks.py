@@ -11,8 +11,6 @@ from ..quantization.formats import Format
 
 __all__ = ["cuts_blocks", "pack_mask", "unpack_mask"]
 
-_PLACES = tuple(range(8))
-
 
 def pack_mask(mask: Any, shape: torch.Size, device: torch.device) -> Tensor:
     """Return the bits of a mask: True where a weight moves. Raise ValueError if it is no mask of this shape."""
@@ -42,4 +40,5 @@ def cuts_blocks(mask: Tensor, format: Format) -> bool:
 
 
 def _places(device: torch.device) -> Tensor:
-    return torch.tensor(_PLACES, dtype=torch.uint8, device=device)
+    """Return 0 .. 7, made on the device: a copy from the host would wait for it."""
+    return torch.arange(8, dtype=torch.uint8, device=device)

@@ -26,7 +26,16 @@ from ..quantization.formats import FP32, Float, Format, parse
 from ..quantization.qtensor import decoded_as
 from ..quantization.random import Key, root
 
-__all__ = ["RMS", "begin_moments", "choose_scale", "gain", "next_moments", "parse_preconditioner", "rescale"]
+__all__ = [
+    "RMS",
+    "begin_moments",
+    "choose_scale",
+    "gain",
+    "next_moments",
+    "parse_preconditioner",
+    "rescale",
+    "rescale_in_place",
+]
 
 FIRST = 3  # log2 of the largest gradient of the first step, times the scale
 ROOM = 16.0  # a scale is changed when V is this close to the end of its format's range
@@ -112,13 +121,13 @@ def begin_moments(g: Tensor, scale: float, rms: RMS, key: Key) -> Tensor:
     return _round((g * scale) * (g * scale), rms, key)
 
 
-def next_moments(moments: Tensor, g: Tensor, scale: float, rms: RMS, key: Key) -> Tensor:
+def next_moments(moments: Tensor, g: Tensor, scale: float | Tensor, rms: RMS, key: Key) -> Tensor:
     """Return V' = Q^s(decay V + (1 - decay) g²), in units of the scale."""
     scaled = g * scale
     return _round(rms.decay * moments + (1 - rms.decay) * (scaled * scaled), rms, key)
 
 
-def gain(moments: Tensor, scale: float, rms: RMS) -> Tensor:
+def gain(moments: Tensor, scale: float | Tensor, rms: RMS) -> Tensor:
     """Return G = 1 / (eps + sqrt(V)) for V in units of the scale."""
     return 1.0 / (rms.eps + root(moments) * (1 / scale))
 
@@ -133,6 +142,22 @@ def rescale(moments: Tensor, gradient: Tensor, scale: float, rms: RMS) -> tuple[
         return None
     smaller = min(scale / ROOM, choose_scale(gradient, rms))
     return values * (smaller / scale) ** 2, smaller
+
+
+def rescale_in_place(moments: Tensor, gradient: Tensor, scale: Tensor, rms: RMS, clear: Tensor | None = None) -> None:
+    """Do as `rescale` says to V and to a scale on its device, without waiting for it; nothing unless ``clear``, if given."""
+    values = decoded_as(moments, torch.float32)
+    if values.numel() == 0:
+        return
+    most = gradient.detach().abs().max().double()
+    largest = torch.maximum(values.max().double(), (most * scale).square())
+    due = largest >= parse(rms.format).high / ROOM
+    due = due if clear is None else due & clear
+    exponent = torch.frexp(torch.where(most > 0, most, rms.eps))[1]
+    chosen = torch.ldexp(torch.ones_like(scale), (FIRST - exponent).clamp(-60, 60))
+    smaller = torch.where(due, torch.minimum(scale / ROOM, chosen), scale)
+    moments.copy_(values * (smaller / scale).square())
+    scale.copy_(smaller)
 
 
 def _round(values: Tensor, rms: RMS, key: Key) -> Tensor:

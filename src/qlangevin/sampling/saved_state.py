@@ -32,7 +32,7 @@ def to_saved(entry: Mapping[str, Any]) -> dict[str, Any]:
             saved |= {f"{name}{CODES}": value.codes, f"{name}{FORMAT}": str(value.format)}
             saved |= {} if value.exponents is None else {f"{name}{EXPONENTS}": value.exponents}
         elif name not in PRIVATE:
-            saved[name] = value
+            saved[name] = float(value) if name == "moments_scale" else value  # it may be on a device
     return saved
 
 

@@ -19,7 +19,7 @@ from ..quantization.backend import TensorStep
 from ..quantization.qtensor import QTensor, decoded_as
 from . import compiled, in_backward
 from .accumulator import begin_accumulator, may_be_overwritten, renew_accumulator, weights_differ
-from .beside import begin_beside, complete_step, prepare_step, rescale_moments
+from .beside import begin_beside, begins_moments, complete_step, prepare_step, rescale_moments
 from .checks import check_accumulator, check_gradient, check_parameter
 from .deferred import can_be_deferred, find_deferred, step_deferred
 from .device_counts import SamplerCounts
@@ -163,16 +163,19 @@ class Stepper(Optimizer):
         late, blind = [p for plan in plans if plan.late for p in plan.gradients], is_capturing()
         if late and not any(map(has_no_numbers, late)):
             self._count_on_devices(late)
-        later, states = [], list[dict[str, Any]]()
+        later, late_steps, states = [], list[tuple[Plan, list[TensorStep]]](), list[dict[str, Any]]()
         for plan in plans:
             tensors = self._count_steps(plan, blind, states)
             if plan.late:
                 later.append((dict(zip(plan.gradients, tensors, strict=True)), plan.settings))
+                late_steps.append((plan, tensors))
             else:
                 step_tensors(tensors, plan.settings)
                 self._complete(plan, tensors)
         if late:
             step_deferred(later, self._counts)
+            for plan, tensors in late_steps:
+                self._complete(plan, tensors)
             if not blind:
                 self._counts.ask()
         for p, state in zip((p for plan in plans for p in plan.gradients), states, strict=True):
@@ -197,7 +200,7 @@ class Stepper(Optimizer):
             step = TensorStep(self._theta(p), clipped, key, accumulator)
             if not settings.is_plain:
                 velocity_key = settings.velocity_key_of(p, state["index"], state["step"])
-                step = prepare_step(step, state, settings, velocity_key)
+                step = prepare_step(step, state, settings, velocity_key, plan.late)
             tensors.append(step)
         return tensors
 
@@ -205,7 +208,11 @@ class Stepper(Optimizer):
         """Bring weights that have left their box back to it."""
         if plan.settings.box is not None:
             for p, t in zip(plan.gradients, tensors, strict=True):
-                complete_step(t, self.state[p], plan.settings)
+                complete_step(t, self.state[p], plan.settings, self._clear_on(plan, p))
+
+    def _clear_on(self, plan: Plan, p: Tensor) -> Tensor | None:
+        """Return, on its device, whether steps of a late parameter are not turned into nothing; None if it is not late."""
+        return self._counts.clear_on(p.device) if plan.late else None
 
     def _end_passes(self, stepped: Iterable[Tensor]) -> dict[Tensor, int]:
         """End a step in backward, of which `step` takes these parameters; return their passes, if none has had all of them."""
@@ -232,7 +239,7 @@ class Stepper(Optimizer):
             if is_look(step := self.state[p].get("step", 0) + 1) and not has_no_numbers(p):
                 theta, name = self._theta(p), self._name(p)
                 self._watch.look(theta, gradient, plan.settings, step, name, wait=not plan.late)
-                rescale_moments(self.state[p], gradient, plan.settings)
+                rescale_moments(self.state[p], gradient, plan.settings, self._clear_on(plan, p))
             if is_kept(step) and not has_no_numbers(p):
                 most = plan.group.get("max_grad_norm")
                 self._kept[p] = keep_rows(
@@ -315,8 +322,16 @@ class Stepper(Optimizer):
                 raise type(error)(f"{self._name(p)} {error}") from None
         plans = [part for plan in plans for part in self._split(plan)]
         others = [p for plan in plans if not plan.late for p in plan.gradients]
-        if not others:
+        new = [p for plan in plans if plan.late for p in plan.gradients if begins_moments(self.state[p], plan.settings)]
+        if not others and not new:
             return plans
+        if not others and is_capturing():
+            raise RuntimeError(
+                f"a CUDA graph cannot capture the first step of {self._name(new[0])}, which begins the moments of its "
+                "preconditioner; take a step, with gradients of the same parameters, before the capture"
+            )
+        if new:
+            self._wait_for_counts()
         if is_capturing():
             raise RuntimeError(f"{self._name(others[0])} has no kernels that a CUDA graph could capture a step of")
         params = [p for plan in plans for p in plan.gradients]

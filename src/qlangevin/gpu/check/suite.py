@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from .comparing import Comparison, Place, compare
 from .operations import Shapes, code_cases, corrected_cases, quantize_cases
-from .training import chain_cases, network_cases, step_cases
+from .training import beside_cases, chain_cases, network_cases, step_cases
 
 __all__ = ["comparisons"]
 
@@ -28,6 +28,7 @@ def comparisons(place: Place, quick: bool, until: float) -> Iterator[Comparison]
         "quantize, nearest": quantize_cases("nearest", shapes),
         "lowered, packed ResNet, its chain": chain_cases(not gpu),
         "SGLD.step": step_cases(layers, quick),
+        "SGLD.step, SGHMC.step with more": beside_cases(shapes),
         "lowered, packed network": network_cases(256 if gpu else 4),
         "corrected": corrected_cases(shapes),
     }

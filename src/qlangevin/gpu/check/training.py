@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,11 +16,13 @@ from ...lowering.layers import lower
 from ...quantization.operators import Rounding, quantize
 from ...quantization.qtensor import QTensor
 from ...sampling.packing import pack
+from ...sampling.preconditioner import RMS
+from ...sampling.sghmc import SGHMC
 from ...sampling.sgld import SGLD
 from .comparing import SPECIFICATION, Case, Place
 from .operations import DTYPES, Shapes
 
-__all__ = ["chain_cases", "network_cases", "step_cases"]
+__all__ = ["beside_cases", "chain_cases", "network_cases", "step_cases"]
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,38 @@ def _step(
     for _ in range(steps):
         for p in model.parameters():
             p.grad = torch.randn(p.shape, generator=generator).to(kind.dtype).to(place.device)
+        sampler.step()
+    return weights_of(model)
+
+
+GAINS = RMS(decay=0.9, eps=0.01, freeze_after=2)
+BESIDE: dict[str, dict[str, Any]] = {
+    "localization, a mask": {"localization": 10.0},
+    "gains, stochastic": {"preconditioner": GAINS, "rounding": "stochastic"},
+    "gains, localization, box": {"preconditioner": GAINS, "localization": 10.0, "center_format": "bf16", "box": 0.2},
+    "velocities": {"friction": 0.3},
+    "velocities, gains, a mask": {"friction": 0.3, "velocity": "bfp8", "preconditioner": GAINS},
+}
+
+
+def beside_cases(shapes: Shapes, steps: int = 3) -> Iterator[Case]:
+    """Yield steps with a centre, a mask, a preconditioner or velocities on packed weights."""
+    for format, (name, settings) in product(("bfp8", "fixed8.6", "fp8_e4m3"), BESIDE.items()):
+        yield Case(f"{format}, {name}", partial(_step_beside, format, settings, "mask" in name, shapes, steps))
+
+
+def _step_beside(
+    format: str, settings: dict[str, Any], masked: bool, shapes: Shapes, steps: int, place: Place
+) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    model = nn.ParameterList([nn.Parameter(torch.randn(shape, generator=generator) * 0.3) for shape in shapes])
+    mask = [torch.rand(shape, generator=generator) < 0.7 for shape in shapes] if masked else None
+    pack(model.to(place.device), format, seed=1)
+    make: Any = SGHMC if "friction" in settings else SGLD
+    sampler = make(model.parameters(), lr=0.1, num_data=1000, weight_decay=1e-3, seed=1, mask=mask, **settings)
+    for _ in range(steps):
+        for p in model.parameters():
+            p.grad = torch.randn(p.shape, generator=generator).to(place.device)
         sampler.step()
     return weights_of(model)
 
