@@ -27,7 +27,7 @@ from .storage.sample import Sample
 from .storage.store import SampleStore
 
 if TYPE_CHECKING:
-    from . import distributed
+    from . import distributed, slt
     from .prediction import diagnostics, metrics
 
 __all__ = [
@@ -73,6 +73,7 @@ __all__ = [
     "parse",
     "quantize",
     "save_checkpoint",
+    "slt",
     "theory",
     "unlower",
     "unpack",
@@ -80,7 +81,12 @@ __all__ = [
 
 
 # Imported on first use: they need large libraries, or parts of PyTorch that some builds lack.
-_LAZY = {"diagnostics": "prediction.diagnostics", "distributed": "distributed", "metrics": "prediction.metrics"}
+_LAZY = {
+    "diagnostics": "prediction.diagnostics",
+    "distributed": "distributed",
+    "metrics": "prediction.metrics",
+    "slt": "slt",
+}
 
 
 def __getattr__(name: str) -> ModuleType:
