@@ -225,6 +225,7 @@ class Sampler(Stepper):
         tensors = {p: {name: state[name] for name in tensors_in(state)} for p, state in states.items()}
         super().load_state_dict(state_dict)
         for p, saved in tensors.items():
-            if saved:  # torch has cast them to the parameter's dtype
+            if saved:  # torch has cast them to the parameter's dtype, and taken the names of formats apart
+                self.state[p].update({name: word for name, word in states[p].items() if isinstance(word, str)})
                 from_saved(self.state[p], saved, p)
                 self.state[p]["version"] = p._version  # so that the saved ones count, whenever the model is loaded

@@ -19,6 +19,7 @@ from ..quantization.formats import Format
 from ..quantization.qtensor import QTensor
 from ..sampling.preconditioner import RMS
 from ..storage import files
+from ..storage.tensor_file import view_memory
 from .borrowing import hold_still
 from .chain import Job, defer_interrupt, run_chain
 from .data import count_data, measure_baseline
@@ -63,8 +64,8 @@ def llc(
 
         p(w) ∝ exp(-nβ L_n(w) - γ/2 |w - w*|²).
 
-    ``lr``, ``nbeta`` and ``localization`` mean what they mean in devinterp: ε, nβ and γ; see `settings`. The model is in evaluation
-    mode meanwhile, and is as before afterwards, also after an error or Ctrl-C. Chains run one after another, on the ranks of
+    ``lr``, ``nbeta`` and ``localization`` mean what they mean in devinterp: ε, nβ and γ; see `settings`. The model is in
+    evaluation mode meanwhile, and is as before afterwards, also after an error or Ctrl-C. Chains run one after another, on the ranks of
     torchrun side by side; each takes the memory of its own weights, and all share w*.
 
     Args:
@@ -146,8 +147,9 @@ def _open_folder(
 
 def _hash(named: Mapping[str, Tensor]) -> str:
     """Return a checksum of the weights w*."""
-    tensors = [t.codes if isinstance(t, QTensor) else t for t in (p.detach() for p in named.values())]
-    return files.sha256(*(memoryview(t.cpu().contiguous().view(-1).view(torch.uint8).numpy()) for t in tensors))
+    params = [p.detach() for p in named.values()]
+    codes = [t for p in params for t in ((p.codes, p.exponents) if isinstance(p, QTensor) else (p,)) if t is not None]
+    return files.sha256(*(view_memory(t.cpu().contiguous()) for t in codes))
 
 
 def _run_chains(

@@ -41,8 +41,8 @@ def check_losses(excess: Sequence[float], settings: Settings, size: int, chain: 
     value, most = settings.nbeta * float(np.mean(excess[-WINDOW:])), size / 2
     if value > FAR * most:
         raise ChainLeftError(
-            f"chain {chain} has left the neighbourhood of w* by step {step}: nβ (L(w) - L(w*)) = {value:.4g}, and at a minimum of "
-            f"{size} weights no learning coefficient exceeds {most:g}; {LESS_LR}"
+            f"chain {chain} has left the neighbourhood of w* by step {step}: nβ (L(w) - L(w*)) = {value:.4g}, and at a "
+            f"minimum of {size} weights no learning coefficient exceeds {most:g}; {LESS_LR}"
         )
 
 
@@ -50,8 +50,8 @@ def check_distance(distance: float, settings: Settings, chain: int, step: int) -
     """Raise ChainLeftError if the mean square distance from w* is far above 1/γ."""
     if settings.localization and not distance * settings.localization <= FAR:
         raise ChainLeftError(
-            f"chain {chain} has left the neighbourhood of w* by step {step}: weights are {math.sqrt(distance):.3g} away from it on "
-            f"average, and localization={settings.localization:g} should keep them within "
+            f"chain {chain} has left the neighbourhood of w* by step {step}: weights are {math.sqrt(distance):.3g} away from it "
+            f"on average, and localization={settings.localization:g} should keep them within "
             f"{settings.localization**-0.5:.3g}; {LESS_LR}, or weights in a finer format than {settings.weights or 'fp32'}"
         )
 
@@ -63,14 +63,14 @@ def make_remarks(
     found = []
     if mean < -2 * error:
         found.append(
-            f"the learning coefficient is negative, {mean:.4g} ± {error:.2g}: w* is not a minimum of the loss, and the chain found "
-            "lower ones. Train longer, or with a smaller lr at the end; or take a larger localization, a smaller lr here, and "
+            f"the learning coefficient is negative, {mean:.4g} ± {error:.2g}: w* is not a minimum of the loss, and the chain "
+            "found lower ones. Train longer, or with a smaller lr at the end; or take a larger localization, a smaller lr here, and "
             "the data that the model was trained on"
         )
     if mean - 4 * error > size / 2:
         found.append(
-            f"the learning coefficient is {mean:.4g} ± {error:.2g}, above {size / 2:g}, the largest that {size} weights can have: "
-            f"{LESS_LR}, or a finer format than {settings.weights or 'fp32'}"
+            f"the learning coefficient is {mean:.4g} ± {error:.2g}, above {size / 2:g}, the largest that {size} weights can "
+            f"have: {LESS_LR}, or a finer format than {settings.weights or 'fp32'}"
         )
     if r_hat > MOST_R_HAT:
         found.append(f"R-hat is {r_hat:.3g}: the chains do not agree; take more draws, or a longer burn_in")

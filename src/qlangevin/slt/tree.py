@@ -76,7 +76,7 @@ def _losses(result: LLC, length: int) -> dict[str, Any]:
 
 def _attributes(result: LLC, length: int, observed: dict[str, Any]) -> dict[str, Any]:
     s = result.settings
-    sampler = {
+    sampler: dict[str, Any] = {
         "lr": s.lr, "n_beta": s.nbeta, "localization": s.localization, "bounding_box_size": s.box, "batch_size": 1,
         "num_chains": s.chains, "num_draws": s.draws, "num_burnin_steps": 0, "num_steps_bw_draws": s.steps_between,
         "gradient_accumulation_steps": 1, "init_seed": s.seed, "noise_level": 1.0, "llc_weight_decay": 0.0,
