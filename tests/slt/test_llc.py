@@ -27,7 +27,7 @@ CLASSES = ql.slt.supervised(nn.functional.cross_entropy)
 @pytest.mark.parametrize("sampler", ["sgld", "sghmc"])
 def test_linear_regression_has_half_its_dimension(weights: str | None, sampler: str) -> None:
     model, loader = regression()
-    more = {"friction": 2.0} if sampler == "sghmc" else {}
+    more: dict[str, Any] = {"friction": 2.0} if sampler == "sghmc" else {}
     found = ql.slt.llc(
         model, loader, HALF_SQUARE, lr=2e-3, localization=5.0, weights=weights, sampler=sampler, draws=500, **more
     )
@@ -84,6 +84,7 @@ def assert_unchanged(before: dict[str, Any], model: nn.Module) -> None:
 @pytest.mark.parametrize("weights", [None, "bf16", "bfp8"])
 def test_the_model_is_as_before(weights: str | None) -> None:
     model, loader = two_layers()
+    assert isinstance(model, nn.Sequential)
     model[1].eval()
     model[0].bias.requires_grad_(False)
     nn.functional.cross_entropy(model(torch.randn(4, 6)), torch.zeros(4, dtype=torch.long)).backward()
@@ -167,7 +168,11 @@ def test_another_estimate_does_not_use_the_store(tmp_path: Path) -> None:
 
 def test_masks_move_what_they_select() -> None:
     model, loader = regression()
-    some = {"half": {"weight": (0, slice(0, 8))}, "three": {"weight": torch.arange(16)[None] < 3}, "all": ["weight"]}
+    some: Any = {
+        "half": {"weight": (0, slice(0, 8))},
+        "three": {"weight": torch.arange(16)[None] < 3},
+        "all": ["weight"],
+    }
     settings = {**QUICK, "draws": 300, "burn_in": 50, "lr": 4e-3}
     found = ql.slt.llc(model, loader, HALF_SQUARE, weights=None, masks=some, **settings)
     assert found.name == "half"
@@ -188,7 +193,7 @@ def test_draws_of_weights_are_kept(tmp_path: Path, weights: str | None) -> None:
 
 def test_observables_are_losses_of_each_example_at_each_draw() -> None:
     model, loader = two_layers()
-    few = DataLoader(TensorDataset(*loader.dataset[:10]), batch_size=4)  # type: ignore[attr-defined]
+    few = DataLoader(TensorDataset(*loader.dataset[:10]), batch_size=4)
     wrong = ql.slt.supervised(lambda out, y, reduction: (out.argmax(1) != y).float())
     found = ql.slt.llc(model, loader, CLASSES, observables={"few": few, "wrong": (few, wrong)}, **QUICK)
     assert found.observables["few"].shape == (2, 12, 10)
@@ -220,7 +225,9 @@ def test_too_large_steps_are_an_error_and_losses_are_kept(tmp_path: Path) -> Non
 
 def test_a_loss_that_bounds_nothing_is_noticed_by_distance() -> None:
     model, loader = regression()
-    with pytest.raises(ql.slt.ChainLeftError, match=r"left the neighbourhood.*localization=100 should keep them within 0.1"):
+    with pytest.raises(
+        ql.slt.ChainLeftError, match=r"left the neighbourhood.*localization=100 should keep them within 0.1"
+    ):
         ql.slt.llc(model, loader, lambda m, b: HALF_SQUARE(m, b).tanh(), lr=0.1, localization=100.0, weights=None)
 
 

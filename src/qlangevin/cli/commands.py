@@ -31,8 +31,9 @@ from ..experiments.sweep import plan_runs, sweep
 from . import display
 from .errors import fail, rank
 from .figures import Bound, Gaussian
+from .llc import Llc
 
-__all__ = ["CommandLine", "Run"]
+__all__ = ["CommandLine", "Llc", "Run"]
 
 Preset = TypeVar("Preset", bound=presets.Experiment)
 Runs: TypeAlias = Annotated[tuple[Path, ...], tyro.conf.Positional]
@@ -288,6 +289,7 @@ class CommandLine:
         | Annotated[Sweep, tyro.conf.subcommand("sweep", prefix_name=False)]
         | Annotated[Evaluate, tyro.conf.subcommand("evaluate", prefix_name=False)]
         | Annotated[Report, tyro.conf.subcommand("report", prefix_name=False)]
+        | Annotated[Llc, tyro.conf.subcommand("llc", prefix_name=False)]
         | Annotated[Bound, tyro.conf.subcommand("bound", prefix_name=False)]
         | Annotated[Bench, tyro.conf.subcommand("bench", prefix_name=False)]
     )

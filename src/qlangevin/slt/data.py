@@ -6,7 +6,7 @@ some examples being harder than others, which is most of the noise of an estimat
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -34,21 +34,20 @@ class Numbered(Dataset[Any]):
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def __getitem__(self, index: int) -> tuple[int, Any]:
-        return index, self.dataset[index]
+    def __getitem__(self, index: int) -> Any:
+        raise TypeError("numbered examples come in batches")
 
-    def __getitems__(self, indices: list[int]) -> list[tuple[int, Any]]:
-        if hasattr(self.dataset, "__getitems__"):
-            return list(zip(indices, self.dataset.__getitems__(indices), strict=True))
-        return [self[i] for i in indices]
+    def __getitems__(self, indices: list[int]) -> tuple[list[int], Any]:
+        whole = getattr(self.dataset, "__getitems__", None)  # may return a batch already, which its collate_fn knows
+        return indices, [self.dataset[i] for i in indices] if whole is None else whole(indices)
 
 
 class NumberedTensors(Numbered):
     """A `TensorDataset` whose batches are taken from its tensors at once, and not example by example."""
 
-    def __getitems__(self, indices: list[int]) -> Any:
+    def __getitems__(self, indices: list[int]) -> tuple[list[int], Any]:
         numbers = torch.tensor(indices)
-        return numbers, [t[numbers] for t in self.dataset.tensors]
+        return indices, [t[numbers] for t in self.dataset.tensors]
 
 
 def keep(batch: Any) -> Any:
@@ -62,8 +61,8 @@ class Collate:
 
     collate: Any
 
-    def __call__(self, examples: Sequence[tuple[int, Any]]) -> tuple[Tensor, Any]:
-        return torch.tensor([i for i, _ in examples]), (self.collate or default_collate)([x for _, x in examples])
+    def __call__(self, numbered: tuple[list[int], Any]) -> tuple[Tensor, Any]:
+        return torch.tensor(numbered[0]), self.collate(numbered[1])
 
 
 def count_data(loader: Any) -> int:
@@ -98,9 +97,9 @@ def in_order(loader: Any, name: str = "loader") -> Iterator[tuple[Tensor, Any]]:
 
 def _numbered(loader: DataLoader[Any], shuffle: bool, **more: Any) -> Loader:
     quick = type(loader.dataset) is TensorDataset and loader.collate_fn is default_collate
-    dataset, collate = (NumberedTensors, keep) if quick else (Numbered, Collate(loader.collate_fn))
+    dataset, collate = (NumberedTensors, keep) if quick else (Numbered, loader.collate_fn)
     return Loader(
-        dataset(loader.dataset), loader.batch_size or 1, shuffle=shuffle, collate_fn=collate,
+        dataset(loader.dataset), loader.batch_size or 1, shuffle=shuffle, collate_fn=Collate(collate),
         num_workers=loader.num_workers, **more,
     )  # fmt: skip
 

@@ -65,8 +65,8 @@ def llc(
         p(w) ∝ exp(-nβ L_n(w) - γ/2 |w - w*|²).
 
     ``lr``, ``nbeta`` and ``localization`` mean what they mean in devinterp: ε, nβ and γ; see `settings`. The model is in
-    evaluation mode meanwhile, and is as before afterwards, also after an error or Ctrl-C. Chains run one after another, on the ranks of
-    torchrun side by side; each takes the memory of its own weights, and all share w*.
+    evaluation mode meanwhile, and is as before afterwards, also after an error or Ctrl-C. Chains run one after another, on the
+    ranks of torchrun side by side; each takes the memory of its own weights, and all share w*.
 
     Args:
         model: at w*. Parameters that do not require gradients do not move.

@@ -64,8 +64,8 @@ def make_remarks(
     if mean < -2 * error:
         found.append(
             f"the learning coefficient is negative, {mean:.4g} ± {error:.2g}: w* is not a minimum of the loss, and the chain "
-            "found lower ones. Train longer, or with a smaller lr at the end; or take a larger localization, a smaller lr here, and "
-            "the data that the model was trained on"
+            "found lower ones. Train longer, or with a smaller lr at the end; or take a larger localization, a smaller lr here, "
+            "and the data that the model was trained on"
         )
     if mean - 4 * error > size / 2:
         found.append(

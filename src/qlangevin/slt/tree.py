@@ -8,8 +8,9 @@
     attributes            metadata.config: sampler, observables, shared_observable_dims, tokenizer_context_length
 
 Differences: the burn-in is left out, and the attributes say 0 steps of it, so that ``compute_llc`` returns our estimate. Of a
-step we keep the mean loss, so ``batch`` and ``batch_sampling`` have length 1 and token positions share it; and there is
-no ``sampling_input_ids_micro``. Losses of examples without tokens have one position.
+step we keep the mean loss, so ``batch`` and ``batch_sampling`` have length 1 and token positions share it: L_B(w) - L_B(w*) +
+L_n(w*), which has less noise than the loss L_B(w) of its batch. There is no ``sampling_input_ids_micro``. Losses of examples
+without tokens have one position.
 """
 
 from __future__ import annotations
@@ -60,9 +61,9 @@ def _identifier(name: str) -> str:
 
 def _losses(result: LLC, length: int) -> dict[str, Any]:
     s = result.settings
-    steps = result.losses[:, s.burn_in :]
+    steps = (result.losses - result.baselines)[:, s.burn_in :] + result.init_loss
     draws = steps[:, s.steps_between - 1 :: s.steps_between]
-    baseline = result.baselines[:, s.burn_in :].mean(1)
+    baseline = np.full(len(steps), result.init_loss)
 
     def spread(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float32]:
         return np.broadcast_to(values[..., None].astype(np.float32), (*values.shape, length))
