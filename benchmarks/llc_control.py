@@ -142,13 +142,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
         except ImportError:
             pass
         print(f"seed {seed}:", {name: round(values[-1], 3) for name, values in found.items()}, flush=True)
+    _write(options, model, ids, float(baseline.mean()), found, time.perf_counter() - began)
+
+
+def _write(
+    options: argparse.Namespace,
+    model: nn.Module,
+    ids: Tensor,
+    loss: float,
+    found: dict[str, list[float]],
+    seconds: float,
+) -> None:
+    """Write the JSON file, and print the table."""
     reference = found["qlangevin fp32"]
     rows = {n: {"values": v, **summarize(v, reference, n.startswith("qlangevin"))} for n, v in found.items()}
     about = {
-        "weights": sum(p.numel() for p in model.parameters()), "sequences": len(ids), "loss": float(baseline.mean()),
+        "weights": sum(p.numel() for p in model.parameters()), "sequences": len(ids), "loss": loss,
         "lr": LR, "localization": LOCALIZATION, "nbeta": ql.slt.default_nbeta(len(ids)), "batch": BATCH,
         "draws": options.draws, "burn_in": options.draws * BURN_IN // DRAWS, "seeds": options.seeds,
-        "train_steps": options.train_steps, "seconds": round(time.perf_counter() - began), "environment": environment(),
+        "train_steps": options.train_steps, "seconds": round(seconds), "environment": environment(),
     }  # fmt: skip
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "control.json").write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
