@@ -15,6 +15,7 @@ import math
 import time
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,8 @@ from qlangevin.experiments.environment import environment
 
 FORMATS = (None, "bf16", "bfp8", "bfp8/16")
 LENGTH, WIDTH, HEADS, LAYERS = 32, 32, 2, 2
-LR, LOCALIZATION, DRAWS, BURN_IN, BATCH = 5e-5, 300.0, 300, 200, 16
+SETTINGS = ((2e-5, 1e4), (2e-6, 1e5))  # ε and γ: noise well above what 8-bit rounding adds, and near it
+DRAWS, BURN_IN, BATCH = 100, 40, 16
 
 
 class Transformer(nn.Module):
@@ -76,17 +78,21 @@ def take_ids(model: nn.Module, batch: Any) -> Tensor:
     return ql.slt.token_losses(model, batch[0])
 
 
-def estimate(model: nn.Module, ids: Tensor, format: str | None, seed: int, draws: int) -> ql.slt.LLC:
+def estimate(
+    model: nn.Module, ids: Tensor, format: str | None, where: tuple[float, float], seed: int, draws: int
+) -> ql.slt.LLC:
     loader = DataLoader(TensorDataset(ids), batch_size=BATCH)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ql.QLangevinWarning)
         return ql.slt.llc(
-            model, loader, take_ids, lr=LR, localization=LOCALIZATION, weights=format, chains=1, draws=draws,
+            model, loader, take_ids, lr=where[0], localization=where[1], weights=format, chains=1, draws=draws,
             burn_in=draws * BURN_IN // DRAWS, seed=seed,
         )  # fmt: skip
 
 
-def estimate_theirs(model: Transformer, ids: Tensor, seed: int, draws: int, baseline: Tensor) -> float:
+def estimate_theirs(
+    model: Transformer, ids: Tensor, where: tuple[float, float], seed: int, draws: int, baseline: Tensor
+) -> float:
     """Return devinterp's estimate in float32, paired with the losses of the same examples at w* as ours is."""
     from devinterp.optim import SGMCMC
 
@@ -95,7 +101,7 @@ def estimate_theirs(model: Transformer, ids: Tensor, seed: int, draws: int, base
     mine.eval()
     nbeta, total = ql.slt.default_nbeta(len(ids)), 0.0
     torch.manual_seed(seed)
-    sampler = SGMCMC.sgld(mine.parameters(), lr=LR, nbeta=nbeta, localization=LOCALIZATION)
+    sampler = SGMCMC.sgld(mine.parameters(), lr=where[0], nbeta=nbeta, localization=where[1])
     numbers = torch.cat([torch.randperm(len(ids)) for _ in range(1 + (burn_in + draws) * BATCH // len(ids))])
     for step in range(burn_in + draws):
         some = numbers[step * BATCH : (step + 1) * BATCH]
@@ -123,50 +129,48 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=Path("docs/results/llc"))
     parser.add_argument("--seeds", type=int, default=8)
     parser.add_argument("--draws", type=int, default=DRAWS)
-    parser.add_argument("--train-steps", type=int, default=1500)
+    parser.add_argument("--train-steps", type=int, default=600)
     options = parser.parse_args(arguments)
     ids = read_text(320)
     model, began = train(ids, options.train_steps), time.perf_counter()
     with torch.no_grad():
         baseline = ql.slt.token_losses(model, ids).mean(1)
     print(f"{sum(p.numel() for p in model.parameters())} weights, {len(ids)} sequences, loss {baseline.mean():.3f}")
-    found: dict[str, list[float]] = {}
-    for seed in range(options.seeds):
-        for format in FORMATS:
-            found.setdefault(f"qlangevin {format or 'fp32'}", []).append(
-                estimate(model, ids, format, seed, options.draws).mean
+    tables = []
+    for where in SETTINGS:
+        found = run_seeds(model, ids, where, baseline, options.seeds, options.draws)
+        reference = found["qlangevin fp32"]
+        rows = {n: {"values": v, **summarize(v, reference, n.startswith("qlangevin"))} for n, v in found.items()}
+        tables.append({"lr": where[0], "localization": where[1], "rows": rows})
+        for name, row in rows.items():
+            difference = f"{row['difference']:+.3f} ± {row['difference_stderr']:.3f}"
+            print(
+                f"{name:20s} {row['mean']:8.3f} ± {row['stderr']:.3f}, {row['percent']:+.1f} %, difference {difference}"
             )
-        try:
-            theirs = estimate_theirs(model, ids, seed, options.draws, baseline)
-            found.setdefault("devinterp fp32", []).append(theirs)
-        except ImportError:
-            pass
-        print(f"seed {seed}:", {name: round(values[-1], 3) for name, values in found.items()}, flush=True)
-    _write(options, model, ids, float(baseline.mean()), found, time.perf_counter() - began)
-
-
-def _write(
-    options: argparse.Namespace,
-    model: nn.Module,
-    ids: Tensor,
-    loss: float,
-    found: dict[str, list[float]],
-    seconds: float,
-) -> None:
-    """Write the JSON file, and print the table."""
-    reference = found["qlangevin fp32"]
-    rows = {n: {"values": v, **summarize(v, reference, n.startswith("qlangevin"))} for n, v in found.items()}
     about = {
-        "weights": sum(p.numel() for p in model.parameters()), "sequences": len(ids), "loss": loss,
-        "lr": LR, "localization": LOCALIZATION, "nbeta": ql.slt.default_nbeta(len(ids)), "batch": BATCH,
-        "draws": options.draws, "burn_in": options.draws * BURN_IN // DRAWS, "seeds": options.seeds,
-        "train_steps": options.train_steps, "seconds": round(seconds), "environment": environment(),
+        "weights": sum(p.numel() for p in model.parameters()), "sequences": len(ids), "loss": float(baseline.mean()),
+        "nbeta": ql.slt.default_nbeta(len(ids)), "batch": BATCH, "draws": options.draws,
+        "burn_in": options.draws * BURN_IN // DRAWS, "seeds": options.seeds, "train_steps": options.train_steps,
+        "seconds": round(time.perf_counter() - began), "environment": environment(),
     }  # fmt: skip
     options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "control.json").write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
-    for name, row in rows.items():
-        print(f"{name:20s} {row['mean']:8.3f} ± {row['stderr']:.3f}, {row['percent']:+.1f} %, "
-              f"difference {row['difference']:+.3f} ± {row['difference_stderr']:.3f}")  # fmt: skip
+    (options.out / "control.json").write_text(json.dumps({**about, "settings": tables}, indent=1) + "\n")
+
+
+def run_seeds(
+    model: Transformer, ids: Tensor, where: tuple[float, float], baseline: Tensor, seeds: int, draws: int
+) -> dict[str, list[float]]:
+    """Return the estimates of each library and format, one for each seed."""
+    found: dict[str, list[float]] = {}
+    for seed in range(seeds):
+        for format in FORMATS:
+            value = estimate(model, ids, format, where, seed, draws).mean
+            found.setdefault(f"qlangevin {format or 'fp32'}", []).append(value)
+        with suppress(ImportError):
+            theirs = estimate_theirs(model, ids, where, seed, draws, baseline)
+            found.setdefault("devinterp fp32", []).append(theirs)
+        print(f"{where}, seed {seed}:", {name: round(values[-1], 3) for name, values in found.items()}, flush=True)
+    return found
 
 
 if __name__ == "__main__":

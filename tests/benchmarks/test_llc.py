@@ -46,6 +46,6 @@ def test_truths_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.filterwarnings("ignore")
 def test_the_control_is_written(tmp_path: Path) -> None:
     llc_control.main(["--out", str(tmp_path), "--seeds", "2", "--draws", "6", "--train-steps", "5"])
-    rows = json.loads((tmp_path / "control.json").read_text())["rows"]
+    rows = json.loads((tmp_path / "control.json").read_text())["settings"][0]["rows"]
     assert len(rows["qlangevin bfp8"]["values"]) == 2
     assert rows["qlangevin fp32"]["difference"] == 0

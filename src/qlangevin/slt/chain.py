@@ -123,7 +123,16 @@ def _diagnose(sampler: Sampler) -> dict[str, Any] | None:
         found = ask()
     except RuntimeError:  # no gradients to diagnose by
         return None
-    return {**found.to_dict(), "summary": found.summary}
+    return {name: _to_json(value) for name, value in {**found.to_dict(), "summary": found.summary}.items()}
+
+
+def _to_json(value: Any) -> Any:
+    """Return figures as JSON has them: without infinities, and lists for tuples."""
+    if isinstance(value, Mapping):
+        return {name: _to_json(each) for name, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_to_json(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 @contextmanager

@@ -94,11 +94,12 @@ def llc(
     loss, settings = loss or token_losses, _read_settings(locals())
     parts, named = select_parts(model, masks), dict(model.named_parameters())
     observed = read_observables(observables, loss)
-    with join() as ranks, hold_still(model), defer_interrupt() as interrupted:
+    with join() as ranks, hold_still(model):
         folder = _open_folder(store, settings, parts, named, keep_weights, ranks)
         baseline = measure_baseline(model, loader, loss, init_batches)
         job = Job(model, loader, loss, settings, baseline, observed, keep_weights)
-        records = _run_chains(job, parts, folder, ranks, interrupted, progress or (lambda steps: None))
+        with defer_interrupt() as interrupted:
+            records = _run_chains(job, parts, folder, ranks, interrupted, progress or (lambda steps: None))
     results = {part.name: _make_result(job, part, records[i], named) for i, part in enumerate(parts)}
     for result in results.values():
         result.parts.update(results)  # type: ignore[attr-defined]
