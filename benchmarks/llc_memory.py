@@ -4,7 +4,8 @@
 
 Memory is the peak of the resident memory while a chain steps, less that before the model was made, over the number of weights:
 the user's model, the chain's weights, centre, gradients and all temporary ones. A sequence has 8 tokens, so that activations
-take next to nothing. Each case has a process of its own. Times are of the step alone, with gradients given, in process time.
+take next to nothing. Each case has a process of its own. Times are of the step alone, with
+gradients given: process time, the median of rounds in which all cases take turns in one process.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ CASES = (
     ("qlangevin", "float32", "bfp8"), ("qlangevin", "bfloat16", "bfp8"), ("qlangevin", "bfloat16", "bf16"),
     ("qlangevin", "float32", "fp32"), ("devinterp", "float32", "fp32"), ("devinterp", "bfloat16", "bf16"),
 )  # fmt: skip
-STEPS, TIMED = 3, 4_000_000
+STEPS, TIMED, ROUNDS = 3, 4_000_000, 11
 RETURNED = {"MALLOC_MMAP_THRESHOLD_": "65536"}  # what is freed goes back to the system at once, and does not count
 SETTINGS: dict[str, Any] = {"lr": 1e-7, "nbeta": 100.0, "localization": 100.0}
 
@@ -109,27 +110,33 @@ def measure_memory(library: str, dtype: str, format: str) -> dict[str, Any]:
     return {"weights": weights, "bytes_per_weight": (peak.bytes - before) / weights}
 
 
-def measure_time(library: str, dtype: str, format: str) -> float:
-    """Return nanoseconds a weight of a step, the least of five."""
+def make_step(library: str, dtype: str, format: str) -> Callable[[], Any]:
+    """Return the step of a sampler of one large parameter that has a gradient."""
     p = nn.Parameter(torch.randn(1000, TIMED // 1000).to(getattr(torch, dtype)) * 0.05)
     if library == "qlangevin":
         model = nn.ParameterList([p])
         if format.startswith("bfp"):
             ql.pack(model, format)
-        settings = ql.slt.Settings(num_data=1000, **SETTINGS)
         [p] = model.parameters()
-        sampler: Any = settings.make_sampler([p])
+        sampler: Any = ql.slt.Settings(num_data=1000, **SETTINGS).make_sampler([p])
     else:
         from devinterp.optim import SGMCMC
 
         sampler = SGMCMC.sgld([p], **SETTINGS)
     p.grad = torch.randn(p.shape, dtype=p.dtype)
-    times = []
-    for _ in range(6):
-        began = time.process_time()
-        sampler.step()
-        times.append(time.process_time() - began)
-    return min(times[1:]) / TIMED * 1e9
+    return sampler.step  # type: ignore[no-any-return]
+
+
+def measure_times(cases: Sequence[tuple[str, str, str]]) -> list[float]:
+    """Return nanoseconds a weight of a step of each case: the median of rounds in which all cases take turns."""
+    steps, times = [make_step(*case) for case in cases], torch.zeros(ROUNDS + 1, len(cases))
+    for turn in range(ROUNDS + 1):
+        for i, step in enumerate(steps):
+            began = time.process_time()
+            step()
+            times[turn, i] = time.process_time() - began
+    found: list[float] = (times[1:].median(0).values / TIMED * 1e9).tolist()
+    return found
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -139,7 +146,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     warnings.simplefilter("ignore")
     if options.case:
-        print(json.dumps({**measure_memory(*options.case), "ns_per_weight": measure_time(*options.case)}))
+        print(json.dumps(measure_memory(*options.case)))
         return
     rows = []
     for case in CASES:
@@ -151,6 +158,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         found = json.loads(done.stdout.splitlines()[-1])
         rows.append({**dict(zip(("library", "model", "chain"), case, strict=True)), **found})
         print(case, {name: round(value, 2) for name, value in found.items()}, flush=True)
+    known = [(row["library"], row["model"], row["chain"]) for row in rows]
+    for row, nanoseconds in zip(rows, measure_times(known), strict=True):
+        row["ns_per_weight"] = nanoseconds
+        print(row)
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "memory.json").write_text(json.dumps({"rows": rows, "environment": environment()}, indent=1) + "\n")
 
