@@ -44,3 +44,10 @@ def test_digits_are_averaged_and_a_second_start_finds_them_done(
     assert len(stores) == 2 * 41  # samples, and a checkpoint each
     example.main(tmp_path, epochs=96, samples=40)
     assert {path: path.read_bytes() for path in tmp_path.rglob("*.safetensors")} == stores
+
+
+@pytest.mark.slow
+def test_learning_coefficients_agree_in_8_bits(capsys: pytest.CaptureFixture[str]) -> None:
+    for full, low in load("llc").main(moments=(100, 400)):
+        assert abs(full.mean - low.mean) < 4 * (full.stderr**2 + low.stderr**2) ** 0.5
+    assert "refined: first layer" in capsys.readouterr().out

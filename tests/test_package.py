@@ -24,7 +24,7 @@ PACKAGE = ROOT / "src" / "qlangevin"
 # this order. "" is the package itself, its public names: what comes after it is built on the library.
 ORDER = [
     *["_version", "_warnings", "_validate", "_progress", "_select", "_dtensor"],
-    *["quantization", "native", "gpu", "sampling", "lowering", "storage", "prediction", "theory", "distributed"],
+    *["quantization", "native", "gpu", "sampling", "lowering", "storage", "prediction", "theory", "distributed", "slt"],
     "",
     "integrations",
     *["experiments", "gpu.check", "cli", "__main__"],  # gpu.check is a program, in the folder of what it checks

@@ -28,7 +28,7 @@ from .storage.sample import Sample
 from .storage.store import SampleStore
 
 if TYPE_CHECKING:
-    from . import distributed
+    from . import distributed, slt
     from .prediction import diagnostics, metrics
 
 __all__ = [
@@ -75,6 +75,7 @@ __all__ = [
     "parse",
     "quantize",
     "save_checkpoint",
+    "slt",
     "theory",
     "unlower",
     "unpack",
@@ -82,7 +83,12 @@ __all__ = [
 
 
 # Imported on first use: they need large libraries, or parts of PyTorch that some builds lack.
-_LAZY = {"diagnostics": "prediction.diagnostics", "distributed": "distributed", "metrics": "prediction.metrics"}
+_LAZY = {
+    "diagnostics": "prediction.diagnostics",
+    "distributed": "distributed",
+    "metrics": "prediction.metrics",
+    "slt": "slt",
+}
 
 
 def __getattr__(name: str) -> ModuleType:

@@ -312,7 +312,9 @@ def test_other_commands_are_for_one_process(
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert main(command) == 2
-    expected = f"qlangevin (rank 1): error: qlangevin {command[0]} is for one process; torchrun is for qlangevin run\n"
+    expected = (
+        f"qlangevin (rank 1): error: qlangevin {command[0]} is for one process; torchrun is for qlangevin run and llc\n"
+    )
     assert capfd.readouterr().err == expected
 
 

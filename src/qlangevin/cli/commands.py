@@ -32,8 +32,9 @@ from . import display
 from .diagnose import Diagnose
 from .errors import fail, rank
 from .figures import Bound, Gaussian
+from .llc import Llc
 
-__all__ = ["CommandLine", "Run"]
+__all__ = ["CommandLine", "Llc", "Run"]
 
 Preset = TypeVar("Preset", bound=presets.Experiment)
 Runs: TypeAlias = Annotated[tuple[Path, ...], tyro.conf.Positional]
@@ -290,6 +291,7 @@ class CommandLine:
         | Annotated[Evaluate, tyro.conf.subcommand("evaluate", prefix_name=False)]
         | Annotated[Diagnose, tyro.conf.subcommand("diagnose", prefix_name=False)]
         | Annotated[Report, tyro.conf.subcommand("report", prefix_name=False)]
+        | Annotated[Llc, tyro.conf.subcommand("llc", prefix_name=False)]
         | Annotated[Bound, tyro.conf.subcommand("bound", prefix_name=False)]
         | Annotated[Bench, tyro.conf.subcommand("bench", prefix_name=False)]
     )

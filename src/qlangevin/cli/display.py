@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+    from ..slt import LLC
+
 __all__ = [
     "as_json",
     "bound_remarks",
@@ -31,6 +33,7 @@ __all__ = [
     "evaluation_table",
     "gaussian_remarks",
     "gaussian_table",
+    "llc_table",
     "means_table",
     "print_json",
     "print_lines",
@@ -113,6 +116,17 @@ def gaussian_table(result: gaussian.GaussianResult) -> Table:
             f"{row.seconds:.1f} s",
         )
         last = row.stepsize
+    return out
+
+
+def llc_table(parts: Sequence[LLC]) -> Table:
+    """Return the learning coefficients of the parts of a model."""
+    settings = parts[0].settings
+    title = f"Local learning coefficient, {settings.weights or 'fp32'}, nβ = {settings.nbeta:.5g}"
+    out = _new_table(title, ("part", "weights", "LLC ± s.e.", "R-hat", "ESS", "loss at w*"), ("part",))
+    for part in parts:
+        figures = (_number(part.r_hat, ".3f"), _number(part.ess, ".0f"), f"{part.init_loss:.4g}")
+        out.add_row(part.name, str(part.size), f"{part.mean:.4g} ± {part.stderr:.2g}", *figures)
     return out
 
 

@@ -37,7 +37,7 @@ def _execute(arguments: Sequence[str]) -> int:
     """Parse and execute a command; its modules are imported here, so that Ctrl-C meanwhile is handled and --version is quick."""
     import tyro
 
-    from .commands import CommandLine, Run
+    from .commands import CommandLine, Llc, Run
 
     names = {argument.partition("=")[0] for argument in arguments}
     if arguments[:1] == ["sweep"] and names & {"--method", "--format", "--seed"}:
@@ -49,6 +49,6 @@ def _execute(arguments: Sequence[str]) -> int:
         args=arguments,
         config=(tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone, tyro.conf.OmitArgPrefixes),
     )
-    if not isinstance(line.command, Run) and rank() is not None:
-        raise ValueError(f"qlangevin {arguments[0]} is for one process; torchrun is for qlangevin run")
+    if not isinstance(line.command, (Llc, Run)) and rank() is not None:
+        raise ValueError(f"qlangevin {arguments[0]} is for one process; torchrun is for qlangevin run and llc")
     return line.command.execute()
