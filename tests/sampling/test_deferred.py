@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from qlangevin import SGLD, QLangevinWarning, pack
 from qlangevin.quantization.qtensor import QTensor, decoded
-from qlangevin.sampling import host_copy, stepping
+from qlangevin.sampling import host_copy, keeping, stepping
 from tests.helpers.deferred_kernels import DeferredKernels, NoWaiting, deferred_kernels
 from tests.helpers.sgld import METHODS
 
@@ -433,7 +433,7 @@ def test_check_tells_what_was_seen(device: DeferredKernels) -> None:
 def capturing(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Stand in for the capture of a graph, as the sampler sees it."""
     now = [False]
-    for module in (host_copy, stepping):
+    for module in (host_copy, keeping, stepping):
         monkeypatch.setattr(module, "is_capturing", lambda: now[0])
     return now
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from .diagnosis import TOLERANCE, Diagnosis, ParameterDiagnosis, total_share
 from .gradient_rows import MEASURED, RowSample, as_rows, some_rows
 from .host_copy import has_no_numbers
 from .in_backward import total_gradient
+from .keeping import Keeper
 from .masks import unpack_mask
 from .preconditioner import gain
 from .remedies import Case, find_remedies, least_format, total_sums
@@ -28,9 +29,6 @@ from .settings import StepSettings
 from .step_variance import Proposal, join
 from .update import Beside, force, quantize_for
 from .watch import count_saturated
-
-if TYPE_CHECKING:
-    from .sampler import Sampler
 
 __all__ = ["Measured", "diagnose_parameters", "diagnose_sampler", "join_batches", "measure_sampler", "propose_step"]
 
@@ -182,7 +180,7 @@ def name_widths(names: Sequence[str], widths: Mapping[str, Tensor] | None) -> li
 
 
 def diagnose_sampler(
-    sampler: Sampler, model: nn.Module | None, widths: Mapping[str, Tensor] | None, tolerance: float
+    sampler: Keeper, model: nn.Module | None, widths: Mapping[str, Tensor] | None, tolerance: float
 ) -> Diagnosis:
     """Return the diagnosis of a sampler's chain, of the shards that this process holds."""
     measured = [*measure_sampler(sampler, model, widths)]
@@ -195,7 +193,7 @@ def diagnose_sampler(
 
 @torch.no_grad()
 def measure_sampler(
-    sampler: Sampler, model: nn.Module | None = None, widths: Mapping[str, Tensor] | None = None
+    sampler: Keeper, model: nn.Module | None = None, widths: Mapping[str, Tensor] | None = None
 ) -> Iterator[Measured]:
     """Yield the parameters that have a gradient, or of which rows of one were kept."""
     sampler.check()
@@ -211,7 +209,7 @@ def measure_sampler(
 
 
 def _gradient(
-    sampler: Sampler, p: Tensor, state: dict[str, Any], settings: StepSettings
+    sampler: Keeper, p: Tensor, state: dict[str, Any], settings: StepSettings
 ) -> tuple[RowSample, float | None] | None:
     """Return rows of a parameter's gradient after Q_G, with the random bits of the next step, and the share that vanishes."""
     key = settings.key_of(p, state["index"], state["step"] + 1)

@@ -184,16 +184,6 @@ class Sampler(Stepper):
         finally:
             self._thetas = {}
 
-    def check(self) -> None:
-        """Wait for all steps taken so far, and raise the error of a gradient that was not finite, if there was one.
-
-        On a GPU ``step()`` does not wait, so the error of a step is raised by a later one, or here: call it after the last step,
-        and before weights are used for anything else. `state_dict`, checkpoints and stores do so. The parameters are as
-        they were before the step that failed, and so are the numbers of steps. On CPUs it does nothing.
-        """
-        self._wait_for_counts()
-        self._watch.judge_sent(wait=True, stacklevel=3)
-
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients. With ``step_in_backward`` it ends the step, and drops gradients that wait for more passes."""
         if torch.compiler.is_compiling():

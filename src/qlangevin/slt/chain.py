@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from ..sampling.sampler import Sampler
+from .baseline import Baseline
 from .borrowing import lend_model, mean_square_distance
-from .data import Baseline, batch_to, chain_loader
+from .data import batch_to, chain_loader
 from .folder import ChainFolder, Record
 from .judging import ChainLeftError, check_distance, check_losses
 from .losses import Loss, Observable
@@ -79,6 +80,8 @@ def _take_steps(
     look = max(1, settings.steps // LOOKS)
     for numbers, batch in loader.until(settings.steps):
         step = record.done + 1
+        if step == settings.steps:
+            sampler.keep_gradients()
         record.add(_step(job, sampler, batch_to(batch, device), chain, step), job.baseline.of(numbers))
         check_losses(record.excess, settings, size, chain, step)
         if step % look == 0:

@@ -20,9 +20,10 @@ from ..quantization.qtensor import QTensor
 from ..sampling.preconditioner import RMS
 from ..storage import files
 from ..storage.tensor_file import view_memory
+from .baseline import measure_baseline
 from .borrowing import hold_still
 from .chain import Job, defer_interrupt, run_chain
-from .data import count_data, measure_baseline
+from .data import count_data
 from .folder import Record, RunFolder
 from .judging import ChainLeftError
 from .losses import Loss, Observables, read_observables, token_losses

@@ -6,19 +6,19 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from .traces import Traces
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-    from .result import LLC
 
 __all__ = ["draw_estimate"]
 
 
-def draw_estimate(result: LLC) -> Figure:
+def draw_estimate(result: Traces) -> Figure:
     """Draw the running mean of each chain's trace, and beside it λ̂ of each chain; below that the parts, if there are several."""
     from matplotlib.figure import Figure
 
-    parts = list(result.parts.values()) or [result]
+    parts: list[Traces] = [*result.parts.values()] or [result]
     rows = 1 if len(parts) == 1 else 2
     figure = Figure(figsize=(8, 3.2 * rows), layout="constrained")
     axes: Any = figure.subplots(rows, 2, width_ratios=(2, 1), squeeze=False)
@@ -30,7 +30,7 @@ def draw_estimate(result: LLC) -> Figure:
     return figure
 
 
-def _draw_traces(ax: Any, result: LLC) -> None:
+def _draw_traces(ax: Any, result: Traces) -> None:
     burn_in, trace = result.settings.burn_in, result.trace
     width = max(1, trace.shape[1] // 50)
     for chain, values in enumerate(trace):
@@ -44,7 +44,7 @@ def _draw_traces(ax: Any, result: LLC) -> None:
         ax.legend(fontsize="x-small", frameon=False)
 
 
-def _draw_chains(ax: Any, result: LLC) -> None:
+def _draw_chains(ax: Any, result: Traces) -> None:
     values = result.per_chain
     ax.plot(values, np.arange(len(values)), "o", ms=4)
     ax.axvline(result.mean, color="k", lw=0.8)
@@ -52,7 +52,7 @@ def _draw_chains(ax: Any, result: LLC) -> None:
     ax.set(xlabel="λ̂", ylabel="chain", title=f"{result.mean:.4g} ± {result.stderr:.2g}, R-hat {result.r_hat:.3f}")
 
 
-def _draw_parts(ax: Any, parts: list[LLC]) -> None:
+def _draw_parts(ax: Any, parts: list[Traces]) -> None:
     places = np.arange(len(parts))
     ax.errorbar([p.mean for p in parts], places, xerr=[p.stderr for p in parts], fmt="o", ms=4, lw=0.9)
     ax.set_yticks(places, [p.name for p in parts])

@@ -15,20 +15,19 @@ without tokens have one position.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-if TYPE_CHECKING:
-    from .result import LLC
+from .traces import Traces
 
 __all__ = ["to_tree"]
 
 METHODS = {"sgld": "sgmcmc_sgld", "rms": "rmsprop_sgld", "sghmc": "sghmc"}
 
 
-def to_tree(result: LLC) -> Any:
+def to_tree(result: Traces) -> Any:
     """Return the draws of an estimate as an `xarray.DataTree`."""
     import xarray as xr
 
@@ -46,7 +45,7 @@ def to_tree(result: LLC) -> Any:
     return xr.DataTree(dataset=xr.Dataset(arrays, attrs=_attributes(result, length, observed)))
 
 
-def _token_positions(result: LLC) -> int:
+def _token_positions(result: Traces) -> int:
     lengths = {name: values.shape[3] if values.ndim == 4 else 1 for name, values in result.observables.items()}
     if len(set(lengths.values())) > 1:
         raise ValueError(f"observables must have equally many tokens to be in one tree, got {lengths}")
@@ -59,7 +58,7 @@ def _identifier(name: str) -> str:
     return f"_{found}" if found[:1].isdigit() else found or "_"
 
 
-def _losses(result: LLC, length: int) -> dict[str, Any]:
+def _losses(result: Traces, length: int) -> dict[str, Any]:
     s = result.settings
     steps = (result.losses - result.baselines)[:, s.burn_in :] + result.init_loss
     draws = steps[:, s.steps_between - 1 :: s.steps_between]
@@ -75,7 +74,7 @@ def _losses(result: LLC, length: int) -> dict[str, Any]:
     }
 
 
-def _attributes(result: LLC, length: int, observed: dict[str, Any]) -> dict[str, Any]:
+def _attributes(result: Traces, length: int, observed: dict[str, Any]) -> dict[str, Any]:
     s = result.settings
     sampler: dict[str, Any] = {
         "lr": s.lr, "n_beta": s.nbeta, "localization": s.localization, "bounding_box_size": s.box, "batch_size": 1,
