@@ -35,7 +35,7 @@ test: lint
 	$(VENV)/bin/pytest
 
 test-ecosystem: $(VENV)/.ready-test-ecosystem
-	$(VENV)/bin/pytest tests/integrations tests/test_readme.py
+	$(VENV)/bin/pytest tests/integrations tests/slt tests/test_readme.py
 
 matrix: $(VENV)/.ready-test-ecosystem
 	$(VENV)/bin/python -m benchmarks.matrix
