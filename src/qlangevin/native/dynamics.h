@@ -54,7 +54,7 @@ const float *round_gradient(const Step &s, float *rounded, int64_t begin, int64_
 // Q^s of numbers that are not negative to codes of a float of 8 bits: `stochastic_float` and `encode_floats` in one. Bits of a float
 // are linear in it between powers of two: above those of the code they are a rank, below it the fraction f of a gap that the
 // number has beyond. Below 2^emin gaps are the least.
-void stochastic_bytes(const float *x, int8_t *code, int64_t at, int64_t n, const Grid &grid, Bits bits) {
+void stochastic_bytes(const float *x, int8_t *code, int64_t at, int64_t n, const Grid &grid, Bits &bits) {
     const Gap least(grid.min_gap);
     const int32_t shift = grid.shift, cut = 23 - shift, below = (1 << cut) - 1, bias = (grid.min_gap + shift - 1 + 127) * (1 << shift);
     const float normal = least.gap * grid.top * 0.5f, inverse = least.inverse, unit = power_of_two(-cut);
@@ -74,8 +74,10 @@ void stochastic_bytes(const float *x, int8_t *code, int64_t at, int64_t n, const
 // Rounds running means, and keeps them.
 void round_moments(const Stored &kept, const Source &source, int64_t begin, int64_t n, float *moments) {
     const Grid &grid = kept.grid;
-    if (kept.codes.codes && kept.codes.bytes == 1 && grid.kind == Grid::kFloat)
-        return stochastic_bytes(moments, static_cast<int8_t *>(kept.codes.codes) + begin, begin, n, grid, Bits(source, kMoment, Bits::kCentered, begin + n));
+    if (kept.codes.codes && kept.codes.bytes == 1 && grid.kind == Grid::kFloat) {
+        Bits bits(source, kMoment, Bits::kCentered, begin + n);
+        return stochastic_bytes(moments, static_cast<int8_t *>(kept.codes.codes) + begin, begin, n, grid, bits);
+    }
     stochastic(Whole{moments}, moments, begin, n, grid, source, kMoment);
     if (grid.kind == Grid::kNone)
         lanes(n, [=](int64_t i, auto part) { part.store(moments + i, lesser(part.load(moments + i), all(kLargest))); });
