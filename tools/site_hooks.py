@@ -1,0 +1,66 @@
+"""Hooks of mkdocs: let pages include files of the repository, and let links that leave docs/ lead to pages of the site.
+
+A line ``<!-- include CHANGELOG.md -->`` is replaced by that file, which is code in a block of its own unless it is Markdown.
+The words after ``python`` on a fence are for the tests (`tests/pages.py`), and are removed here.
+"""
+
+from __future__ import annotations
+
+import os.path
+import re
+from pathlib import Path, PurePosixPath
+from textwrap import indent
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mkdocs.config.defaults import MkDocsConfig
+    from mkdocs.structure.files import Files
+    from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = {
+    "README.md": "index.md",
+    "CHANGELOG.md": "changelog.md",
+    "CONTRIBUTING.md": "contributing/index.md",
+    "SECURITY.md": "security.md",
+    "CITATION.cff": "index.md",
+    "LICENSE": "license.md",
+}
+INCLUDE = re.compile(r"^( *)<!-- include (\S+) -->$", re.MULTILINE)
+FENCE = re.compile(r"^( *```python)[^\n]+$", re.MULTILINE)
+LINK = re.compile(r"\]\((?!https?:|mailto:|#)([^)#\s]+)(#[^)\s]*)?\)")
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Return the page with its includes, its links and its fences as mkdocs takes them."""
+    source = PurePosixPath("docs", page.file.src_uri)
+    markdown = rewrite_links(markdown, source, source)
+    markdown = INCLUDE.sub(lambda found: indent(include(PurePosixPath(found[2]), source), found[1]), markdown)
+    return FENCE.sub(r"\1", markdown)
+
+
+def include(path: PurePosixPath, page: PurePosixPath) -> str:
+    """Return a file of the repository as Markdown, with the links that it needs on a page."""
+    text = (ROOT / path).read_text("utf-8")
+    if path.suffix == ".md":
+        return rewrite_links(text, path, page)
+    return f"```{'python' if path.suffix == '.py' else 'text'}\n{text}```"
+
+
+def rewrite_links(markdown: str, written_in: PurePosixPath, page: PurePosixPath) -> str:
+    """Return Markdown of one file for a page of the site: links to files outside of docs/ lead to the pages about them."""
+
+    def rewrite(found: re.Match[str]) -> str:
+        link, anchor = found[1], found[2] or ""
+        target = os.path.normpath(written_in.parent / link)
+        if target.startswith("docs" + os.sep):
+            target = target[len("docs/") :]
+        elif target.startswith("examples/"):
+            target, anchor = "examples.md", "#" + PurePosixPath(target).stem
+        elif target in PAGES:
+            target = PAGES[target]
+        else:
+            return found[0]  # mkdocs says that it leads nowhere
+        return f"]({os.path.relpath(target, page.parent.relative_to('docs'))}{anchor})"
+
+    return LINK.sub(rewrite, markdown)
