@@ -6,8 +6,8 @@ The words after "python" on the fence say how a block runs:
     ```python continued                after the block before it, with its names
     ```python not run: needs a GPU     not at all
 
-Only what the machine of the tests cannot have is a reason, so the reason begins with "needs". Blocks in other languages, and indented
-ones, are not looked at.
+Only what the machine of the tests cannot have is a reason, so the reason begins with "needs". Blocks in other languages, and
+indented ones, are not looked at.
 """
 
 import re
