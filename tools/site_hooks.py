@@ -1,16 +1,20 @@
 """Hooks of mkdocs: let pages include files of the repository, and let links that leave docs/ lead to pages of the site.
 
 A line ``<!-- include CHANGELOG.md -->`` is replaced by that file, which is code in a block of its own unless it is Markdown.
-The words after ``python`` on a fence are for the tests (`tests/pages.py`), and are removed here.
+A line ``<!-- help qlangevin -->`` is replaced by the help of each command. `on_config` adds pages to the contents that match the
+patterns under ``extra: sections`` in mkdocs.yml. The words after ``python`` on a fence are for the tests (`tests/test_readme.py`), and are removed here.
 """
 
 from __future__ import annotations
 
-import os.path
+import contextlib
+import io
+import os
 import re
 from pathlib import Path, PurePosixPath
 from textwrap import indent
 from typing import TYPE_CHECKING
+from unittest import mock
 
 if TYPE_CHECKING:
     from mkdocs.config.defaults import MkDocsConfig
@@ -27,8 +31,26 @@ PAGES = {
     "LICENSE": "license.md",
 }
 INCLUDE = re.compile(r"^( *)<!-- include (\S+) -->$", re.MULTILINE)
+HELP = "<!-- help qlangevin -->"
+COMMANDS = ("demo", "run", "sweep", "evaluate", "diagnose", "report", "llc", "bound", "bench")
 FENCE = re.compile(r"^( *```python)[^\n]+$", re.MULTILINE)
 LINK = re.compile(r"\]\((?!https?:|mailto:|#)([^)#\s]+)(#[^)\s]*)?\)")
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Add pages that match the patterns of a section to it."""
+    docs = Path(config.docs_dir)
+    for name, patterns in config.extra["sections"].items():
+        [section] = [entry[name] for entry in config.nav or [] if name in entry]
+        known = {page for entry in section for page in (entry.values() if isinstance(entry, dict) else [entry])}
+        found = sorted(path.name for pattern in patterns for path in docs.glob(pattern))
+        section.extend({title_of(docs / page): page} for page in found if page not in known)
+    return config
+
+
+def title_of(page: Path) -> str:
+    """Return the first heading of a page."""
+    return next(line[2:] for line in page.read_text("utf-8").splitlines() if line.startswith("# "))
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
@@ -36,6 +58,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     source = PurePosixPath("docs", page.file.src_uri)
     markdown = rewrite_links(markdown, source, source)
     markdown = INCLUDE.sub(lambda found: indent(include(PurePosixPath(found[2]), source), found[1]), markdown)
+    if HELP in markdown:
+        markdown = markdown.replace(HELP, "\n".join(command_help(name) for name in COMMANDS))
     return FENCE.sub(r"\1", markdown)
 
 
@@ -45,6 +69,17 @@ def include(path: PurePosixPath, page: PurePosixPath) -> str:
     if path.suffix == ".md":
         return rewrite_links(text, path, page)
     return f"```{'python' if path.suffix == '.py' else 'text'}\n{text}```"
+
+
+def command_help(command: str) -> str:
+    """Return a section with the help of a command, as it prints it to a terminal of 100 columns."""
+    from qlangevin.cli.main import main
+
+    printed = io.StringIO()
+    with mock.patch.dict(os.environ, {"COLUMNS": "100", "NO_COLOR": "1"}), contextlib.redirect_stdout(printed):
+        main([command, "--help"])
+    text = "\n".join(line.rstrip() for line in printed.getvalue().strip().splitlines())
+    return f"## qlangevin {command}\n\n```text\n{text}\n```\n"
 
 
 def rewrite_links(markdown: str, written_in: PurePosixPath, page: PurePosixPath) -> str:
