@@ -1,8 +1,9 @@
 """Hooks of mkdocs: let pages include files of the repository, and let links that leave docs/ lead to pages of the site.
 
-A line ``<!-- include CHANGELOG.md -->`` is replaced by that file, which is code in a block of its own unless it is Markdown.
-A line ``<!-- help qlangevin -->`` is replaced by the help of each command. `on_config` adds pages to the contents that match the
-patterns under ``extra: sections`` in mkdocs.yml. The words after ``python`` on a fence are for the tests (`tests/test_readme.py`), and are removed here.
+A line ``<!-- include CHANGELOG.md -->`` is replaced by that file, which is code in a block of its own unless it is Markdown, and
+a line ``<!-- help qlangevin -->`` by the help of each command. `on_config` adds pages to the contents that match the patterns
+under ``extra: sections`` in mkdocs.yml. The words after ``python`` on a fence are for the tests (`tests/test_readme.py`), and are
+removed here.
 """
 
 from __future__ import annotations

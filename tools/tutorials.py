@@ -1,7 +1,8 @@
 """Run tutorials and write their pages: ``python -m tools.tutorials [NAME ...]``.
 
-A tutorial is a script, ``docs/tutorials/NAME.py``, of cells that begin with ``# %%``, or ``# %% [markdown]`` for text in comments. Its
-page, ``NAME.md`` beside it, has text, code and what the code printed. Pictures that it saves into the current folder are put there, too.
+A tutorial is a script, ``docs/tutorials/NAME.py``, of cells that begin with ``# %%``, or ``# %% [markdown]`` for text in
+comments. Its page, ``NAME.md`` beside it, has text, code and what the code printed. Pictures that it saves into the current
+folder are put there, too.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 # %% [markdown]
 # # A CNN in 8 bits
 #
-# A convolutional network whose weights, gradients, activations and errors all have 8 bits, on scikit-learn's digits: 300 to train on,
-# 1000 to test with. (`pip install scikit-learn`.) We compare the average of its samples with one network that AdamW trains in FP32.
+# A convolutional network whose weights, gradients, activations and errors all have 8 bits, on scikit-learn's digits:
+# 300 to train on, 1000 to test with. (`pip install scikit-learn`.) We compare the average of its samples with one
+# network that AdamW trains in FP32.
 
 # %%
 import torch
@@ -42,7 +43,8 @@ for inputs, targets in ql.Loader(train, 50, seed=0).until(400):
 # %% [markdown]
 # ## Everything in 8 bits
 #
-# `lower` rounds what flows through the network, `pack` turns its weights into int8 codes. `summary` shows what is lowered and what backward keeps:
+# `lower` rounds what flows through the network, `pack` turns its weights into int8 codes. `summary` shows what is
+# lowered and what backward keeps:
 
 # %%
 model = network()
@@ -52,8 +54,9 @@ print(ql.lowering.summary(model, x[:50]))
 print(sum(p.nbytes for p in model.parameters()), "bytes for", sum(p.numel() for p in model.parameters()), "weights")
 
 # %% [markdown]
-# With `step_in_backward` each weight steps as soon as its gradient arrives, and the gradient is freed. The cyclical schedule visits several
-# modes: each of its four cycles begins with large steps and ends with small ones, where it collects.
+# With `step_in_backward` each weight steps as soon as its gradient arrives, and the gradient is freed. The cyclical
+# schedule visits several modes: each of its four cycles begins with large steps and ends with small ones, where it
+# collects.
 #
 # The temperature is 0.01, as is usual for networks: the posterior is sharpened. Say so when you report such results.
 
@@ -82,8 +85,8 @@ print(f"{store.nbytes / len(store):.0f} bytes per sample on disk")
 # %% [markdown]
 # ## What the average is worth
 #
-# The negatives of the digits are out of distribution: a good model is less certain of them. AUROC is the probability that a negative has the
-# higher entropy of the two.
+# The negatives of the digits are out of distribution: a good model is less certain of them. AUROC is the probability
+# that a negative has the higher entropy of the two.
 
 # %%
 posterior = ql.Posterior.open("cnn", model)
@@ -112,5 +115,6 @@ for name, (inside, outside) in found.items():
 print(sampler.diagnose())
 
 # %% [markdown]
-# The average is as accurate as AdamW's network, better calibrated, and better at telling negatives from digits; its NLL is a little higher.
-# This is one seed on an easy data set: enough to see how it works, not to rank methods. [Results](../results/README.md) does that.
+# The average is as accurate as AdamW's network, better calibrated, and better at telling negatives from digits; its NLL
+# is a little higher. This is one seed on an easy data set: enough to see how it works, not to rank methods.
+# [Results](../results/README.md) does that.

@@ -1,8 +1,9 @@
 # %% [markdown]
 # # First posterior
 #
-# We sample a model whose posterior is known in closed form, with 8-bit weights, and look whether the samples have the right
-# uncertainty. It is regression in one dimension with a gap in the data: in the gap the model should say that it does not know.
+# We sample a model whose posterior is known in closed form, with 8-bit weights, and look whether the samples have the
+# right uncertainty. It is regression in one dimension with a gap in the data: in the gap the model should say that it
+# does not know.
 
 # %%
 import matplotlib.pyplot as plt
@@ -40,12 +41,12 @@ exact_std = (features(grid) @ covariance * features(grid)).sum(1).sqrt()
 # %% [markdown]
 # ## Sampling in 8 bits
 #
-# Three things decide what is sampled. The **loss** is the mean over the data of the negative log-likelihood: the squared error over
-# 2σ². **`num_data`** is N, the number of terms in that mean. **`prior_std`** is the prior. The sampler is an optimizer; the schedule says when to
-# collect, and the store keeps the samples in one byte per weight.
+# Three things decide what is sampled. The **loss** is the mean over the data of the negative log-likelihood: the
+# squared error over 2σ². **`num_data`** is N, the number of terms in that mean. **`prior_std`** is the prior. The
+# sampler is an optimizer; the schedule says when to collect, and the store keeps the samples in one byte per weight.
 #
-# `fixed8.3` has multiples of 1/8 from -16 to 15.875. We run it twice: rounding after the noise was added (`"stochastic"`), and the
-# variance-corrected rounding, which is the default. Chains differ by `stream`.
+# `fixed8.3` has multiples of 1/8 from -16 to 15.875. We run it twice: rounding after the noise was added
+# (`"stochastic"`), and the variance-corrected rounding, which is the default. Chains differ by `stream`.
 
 
 # %%
@@ -82,7 +83,8 @@ print(len(corrected), "samples,", corrected.members[0].store[0].nbytes, "bytes e
 # %% [markdown]
 # ## Is it right?
 #
-# The posterior opens all chains. `samples` gives the prediction of every sample; their standard deviation, over the exact one, should be 1:
+# The posterior opens all chains. `samples` gives the prediction of every sample; their standard deviation, over the
+# exact one, should be 1:
 
 
 # %%
@@ -114,8 +116,8 @@ figure.savefig("first-posterior.png", dpi=120)
 #
 # ## Could we have known?
 #
-# Yes. `diagnose()` compares what a step adds with what was asked for. For the naive chain it says that the effective temperature is too high,
-# and what would repair it:
+# Yes. `diagnose()` compares what a step adds with what was asked for. For the naive chain it says that the effective
+# temperature is too high, and what would repair it:
 
 # %%
 print(naive_sampler.diagnose())
@@ -127,8 +129,8 @@ print(naive_sampler.diagnose())
 print("the bits suffice:", sampler.diagnose().sufficient)
 
 # %% [markdown]
-# Have the chains converged? R-hat compares them, and should be close to 1. Here it is for the worst prediction, with the effective sample sizes
-# of the bulk and the tails:
+# Have the chains converged? R-hat compares them, and should be close to 1. Here it is for the worst prediction, with
+# the effective sample sizes of the bulk and the tails:
 
 # %%
 draws = ql.diagnostics.predictions(corrected, features(grid[::20]))

@@ -1,8 +1,9 @@
 # %% [markdown]
 # # Learning coefficients
 #
-# The local learning coefficient (LLC) counts the directions in which the loss rises at a minimum. At a regular minimum of d weights it is
-# d/2; at a singular one it is less. We estimate it where it is known, with chains in bf16 and in 8 bits, and then watch it in training.
+# The local learning coefficient (LLC) counts the directions in which the loss rises at a minimum. At a regular minimum
+# of d weights it is d/2; at a singular one it is less. We estimate it where it is known, with chains in bf16 and in 8
+# bits, and then watch it in training.
 
 # %%
 import warnings
@@ -26,7 +27,8 @@ def estimate(model, data, weights, **more):
 # %% [markdown]
 # ## A regular model: d/2
 #
-# Linear regression with seven inputs and a bias has eight weights, so the coefficient is 4. The weights have to be *at* the minimum.
+# Linear regression with seven inputs and a bias has eight weights, so the coefficient is 4. The weights have to be *at*
+# the minimum.
 
 # %%
 x = torch.randn(400, 7)
@@ -42,8 +44,9 @@ for weights in ("bf16", "bfp8"):
 # %% [markdown]
 # ## A singular model: less
 #
-# Two linear layers with nothing between them, 4-4-1, compute a linear function of four inputs: four of the 20 weights count. Where
-# the function is not zero the rest are directions in which nothing changes, and the coefficient is 4/2 = 2, not 10.
+# Two linear layers with nothing between them, 4-4-1, compute a linear function of four inputs: four of the 20 weights
+# count. Where the function is not zero the rest are directions in which nothing changes, and the coefficient is 4/2 =
+# 2, not 10.
 
 # %%
 x = torch.randn(400, 4)
@@ -64,13 +67,13 @@ for lr, draws in ((2e-3, 200), (4e-4, 800)):
     print(f"lr={lr}:", estimate(deep, TensorDataset(x, y), "bfp8", lr=lr, draws=draws, chains=3))
 
 # %% [markdown]
-# The first estimate is too high, and more draws would not help: steps of finite length make a chain too hot where the loss is steep. **Make
-# the steps smaller until the estimate stops changing**, and draw more of them.
+# The first estimate is too high, and more draws would not help: steps of finite length make a chain too hot where the
+# loss is steep. **Make the steps smaller until the estimate stops changing**, and draw more of them.
 #
 # ## While a network learns
 #
-# A network with 16 hidden units learns a function that four can represent. The coefficient rises as it finds structure. Early on the weights are at no
-# minimum, and the library warns of it.
+# A network with 16 hidden units learns a function that four can represent. The coefficient rises as it finds structure.
+# Early on the weights are at no minimum, and the library warns of it.
 
 # %%
 x = torch.randn(600, 6)
@@ -89,5 +92,5 @@ for step in range(1, 1601):
         print(f"step {step:4}: loss {loss.item():.3f}, LLC {found.mean:.2f} ± {found.stderr:.2f}")
 
 # %% [markdown]
-# `masks=` estimates parts of a model, `observables=` watches other data, `store=` makes a run resumable:
-# [Learning coefficients](../learning-coefficients.md) has all of it, and a table for users of devinterp.
+# `masks=` estimates parts of a model, `observables=` watches other data, `store=` makes a run resumable: [Learning
+# coefficients](../learning-coefficients.md) has all of it, and a table for users of devinterp.

@@ -1,11 +1,13 @@
 # %% [markdown]
 # # A transformer's adapter
 #
-# We sample the LoRA adapter of a small BERT in 8 bits, on a base that is packed into 8 bits and stored only as a checksum. With your own model,
-# replace `build` by `from_pretrained`. It needs `pip install 'qlangevin[huggingface]' peft`.
+# We sample the LoRA adapter of a small BERT in 8 bits, on a base that is packed into 8 bits and stored only as a
+# checksum. With your own model, replace `build` by `from_pretrained`. It needs `pip install 'qlangevin[huggingface]'
+# peft`.
 #
-# The base learns to tell in which quarter of the vocabulary the first of 12 tokens is. The adapter, with a new classifier, has another task,
-# and 64 examples of it, a tenth of them with the wrong label: is it in one of the two middle quarters?
+# The base learns to tell in which quarter of the vocabulary the first of 12 tokens is. The adapter, with a new
+# classifier, has another task, and 64 examples of it, a tenth of them with the wrong label: is it in one of the two
+# middle quarters?
 
 # %%
 import copy
@@ -45,7 +47,7 @@ def build(classes):
 
 pretrained = build(4)
 optimizer = torch.optim.AdamW(pretrained.parameters(), lr=3e-3)
-for step in range(300):
+for _ in range(300):
     tokens, quarters = draw(64)
     optimizer.zero_grad()
     pretrained(input_ids=tokens, labels=quarters).loss.backward()
@@ -74,7 +76,7 @@ adapter = LoraConfig(
 )
 tuned = get_peft_model(copy.deepcopy(base), adapter)
 optimizer = torch.optim.AdamW([p for p in tuned.parameters() if p.requires_grad], lr=1e-2)
-for step in range(100):
+for _ in range(100):
     optimizer.zero_grad()
     tuned(input_ids=tokens, labels=labels).loss.backward()
     optimizer.step()
@@ -85,9 +87,9 @@ with torch.no_grad():
 # %% [markdown]
 # ## Sampling it
 #
-# `pack(frozen=True)` keeps the base in one byte per weight as well. `num_data` is the number of examples, because the loss is a mean over
-# examples; for a language model it would be the number of predicted tokens. The prior of an adapter is narrow: its update is a product
-# of two factors.
+# `pack(frozen=True)` keeps the base in one byte per weight as well. `num_data` is the number of examples, because the
+# loss is a mean over examples; for a language model it would be the number of predicted tokens. The prior of an adapter
+# is narrow: its update is a product of two factors.
 
 # %%
 model = get_peft_model(copy.deepcopy(base), adapter)
@@ -98,7 +100,7 @@ trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
 sampler = ql.SGLD(trained, lr=0.05, num_data=len(labels), prior_std=0.5, temperature=1.0, gradients="bfp8")
 schedule = ql.ConstantLR(sampler, total_steps=400, samples=30)
 with ql.SampleStore.create("adapter", model, sampler, schedule, frozen="reference") as store:
-    for step in range(schedule.total_steps):
+    for _ in range(schedule.total_steps):
         sampler.zero_grad()
         model(input_ids=tokens, labels=labels).loss.backward()
         sampler.step()
@@ -111,7 +113,8 @@ print(f"{store.manifest.samples[0].digest.size} bytes per sample, {weights} weig
 # %% [markdown]
 # ## Calibrated probabilities
 #
-# `Posterior.open` compares the base with the checksum. Foreign tokens, which neither base nor adapter has seen, should have a higher entropy.
+# `Posterior.open` compares the base with the checksum. Foreign tokens, which neither base nor adapter has seen, should
+# have a higher entropy.
 
 # %%
 posterior = ql.Posterior.open("adapter", model)
@@ -142,5 +145,5 @@ found = sampler.diagnose()
 print(f"inflation {found.total.inflation:.2f}; the bits suffice: {found.sufficient}")
 
 # %% [markdown]
-# With the Hugging Face Trainer, pass `optimizers=(sampler, schedule)` and a `SampleCallback`:
-# [Transformers and LoRA](../transformers.md) says what each of its settings does to the posterior.
+# With the Hugging Face Trainer, pass `optimizers=(sampler, schedule)` and a `SampleCallback`: [Transformers and
+# LoRA](../transformers.md) says what each of its settings does to the posterior.
