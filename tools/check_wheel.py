@@ -1,4 +1,4 @@
-"""Install a wheel into a new virtual environment with no compiler on its PATH, and test it: ``python -m tools.check_wheel WHEEL``.
+"""Install a wheel into a new environment with no compiler on its PATH, and test it: ``python -m tools.check_wheel WHEEL``.
 
 Only wheels are installed, with the versions of constraints.txt. The tests are the quick ones of the kernels and of quantization;
 they import what was installed, not src/.
