@@ -39,7 +39,7 @@ test-ecosystem: $(VENV)/.ready-test-ecosystem
 	$(VENV)/bin/pytest tests/integrations tests/slt tests/test_readme.py
 
 docs: $(VENV)/.ready-docs
-	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict
 	@echo 'The site is in site/index.html.'
 
 matrix: $(VENV)/.ready-test-ecosystem
