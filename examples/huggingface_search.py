@@ -1,0 +1,133 @@
+"""Choose the settings of examples/huggingface.py by their likelihood on validation texts.
+
+    python -m examples.huggingface_search [--data-dir DATA] [--no-pretrained]
+
+Training and validation texts are drawn from those that examples/huggingface.py does not test with. AdamW: all learning rates
+and weight decays; the validation likelihood is evaluated every 25 steps, and the best number of steps is taken. The chains: one
+setting after the other, the best of each is kept. Both are judged by the NLL of one thing that they give: a run of AdamW, and
+the average over two chains. It takes a quarter of an hour, and prints the line for `SETTINGS`.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+import tyro
+from torch import Tensor
+
+import qlangevin as ql
+from examples.huggingface import (
+    SETTINGS,
+    AdamW,
+    Chain,
+    Task,
+    examples,
+    find_encoder,
+    fine_tune,
+    in_8_bits,
+    predict,
+    predict_samples,
+    r_hat,
+    sample,
+)
+from examples.huggingface_texts import Texts, read_texts
+
+ADAMW = tuple(product((3e-4, 1e-3, 3e-3), (0.01, 0.1)))  # learning rate, weight decay
+EVERY, LONGEST = 25, 200  # AdamW's steps
+CHAIN: dict[str, tuple[float, ...]] = {
+    "temperature": (1.0, 0.3, 0.1, 0.03, 0.01),
+    "adapter_std": (0.03, 0.1, 0.3),
+    "classifier_std": (0.05, 0.1, 0.2),
+    "lr": (0.01, 0.03, 0.06),
+    "steps": (200, 400),
+}
+FIRST = Chain(adapter_std=0.1, classifier_std=0.1, temperature=0.1, lr=0.03, steps=200, samples=8)
+SEED, CHAINS = 1000, 2  # the seeds of the tests are others
+
+
+class Validate(transformers.TrainerCallback):  # type: ignore[misc]  # transformers is not looked into
+    """Evaluate the NLL every few steps."""
+
+    def __init__(self, inputs: dict[str, Tensor], labels: Tensor) -> None:
+        self.inputs, self.labels, self.found = inputs, labels, dict[int, float]()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        if state.global_step % EVERY == 0:
+            given["model"].eval()
+            self.found[state.global_step] = nll(predict(given["model"], self.inputs), self.labels)
+            given["model"].train()
+
+
+def nll(probabilities: Tensor, labels: Tensor) -> float:
+    return ql.metrics.evaluate(probabilities, labels)["nll"]
+
+
+def search_adamw(task: Task, train: Texts, validation: Texts, folder: Path) -> AdamW:
+    """Return the settings of AdamW, with the number of steps, of the least validation NLL."""
+    inputs, labels = task.inputs(train.texts, low=False), torch.tensor(validation.labels)
+    task.standardize_by(inputs)
+    data, judged = examples(inputs, train.labels), task.inputs(validation.texts, low=False)
+    scores = {}
+    for lr, weight_decay in ADAMW:
+        callback = Validate(judged, labels)
+        fine_tune(task, data, folder, AdamW(lr, weight_decay, LONGEST), SEED, callback)
+        steps, score = min(callback.found.items(), key=lambda found: found[1])
+        scores[AdamW(lr, weight_decay, steps)] = score
+        print(f"{score:.4f} {AdamW(lr, weight_decay, steps)}", flush=True)
+    return min(scores, key=scores.__getitem__)
+
+
+def judge(task: Task, data: Any, judged: Any, labels: Tensor, settings: Chain) -> float:
+    """Run chains, and return the validation NLL of the average over their samples."""
+    with tempfile.TemporaryDirectory() as folder:
+        losses = [sample(task, data, Path(folder), settings, SEED, chain) for chain in range(CHAINS)]
+        posterior = ql.Posterior.open(folder, in_8_bits(task.build(0), SEED))
+        each = predict_samples(posterior, judged)
+    score = nll(each.mean(0), labels)
+    print(f"{score:.4f} {settings}; one sample {nll(each[0], labels):.4f}, R-hat {r_hat(losses):.2f}", flush=True)
+    return score
+
+
+def search_chain(task: Task, train: Texts, validation: Texts) -> Chain:
+    """Return the settings of a chain; one after the other is varied."""
+    data, labels = examples(task.inputs(train.texts, low=True), train.labels), torch.tensor(validation.labels)
+    judged, best = task.inputs(validation.texts, low=True), FIRST
+    scores: dict[Chain, float] = {}
+    for name, values in CHAIN.items():
+        candidates = [best._replace(**{name: value}) for value in values]
+        for settings in candidates:
+            if settings not in scores:
+                scores[settings] = judge(task, data, judged, labels, settings)
+        best = min(candidates, key=scores.__getitem__)
+    return best
+
+
+def main(data_dir: Path | None = None, train: int = 400, test: int = 500, pretrained: bool = True) -> None:
+    """Search, and print the settings.
+
+    Args:
+        data_dir: folder of IMDB; without it, and without $QLANGEVIN_DATA, the texts are docstrings.
+        train: texts to train on, and as many to validate with.
+        test: texts that are left for tests.
+        pretrained: begin with MiniLM, if its package is installed.
+    """
+    data = read_texts(data_dir, test)
+    encoder = find_encoder() if pretrained else None
+    name = data.task if encoder else f"{data.task}, bytes"
+    task = Task(encoder, max(data.test.labels) + 1, SETTINGS[name].length)
+    training, rest = data.known.draw(train, SEED)
+    validation, _ = rest.draw(train, SEED)
+    with tempfile.TemporaryDirectory() as folder:
+        adamw = search_adamw(task, training, validation, Path(folder))
+    chosen = SETTINGS[name]._replace(adamw=adamw, chain=search_chain(task, training, validation))
+    print(f'"{name}": {chosen}')
+
+
+if __name__ == "__main__":
+    transformers.logging.set_verbosity_error()
+    tyro.cli(main, config=(tyro.conf.FlagCreatePairsOff,))
