@@ -21,32 +21,20 @@ import tyro
 from torch import Tensor
 
 import qlangevin as ql
-from examples.huggingface import (
-    SETTINGS,
-    AdamW,
-    Chain,
-    Task,
-    examples,
-    find_encoder,
-    fine_tune,
-    in_8_bits,
-    predict,
-    predict_samples,
-    r_hat,
-    sample,
-)
+from examples.huggingface import SETTINGS, AdamW, Chain, fine_tune, sample, to_examples
+from examples.huggingface_model import Builder, find_encoder, to_8_bits
+from examples.huggingface_scores import nll, predict_models, predict_samples, r_hat
 from examples.huggingface_texts import Texts, read_texts
 
 ADAMW = tuple(product((3e-4, 1e-3, 3e-3), (0.01, 0.1)))  # learning rate, weight decay
 EVERY, LONGEST = 25, 200  # AdamW's steps
-CHAIN: dict[str, tuple[float, ...]] = {
-    "temperature": (1.0, 0.3, 0.1, 0.03, 0.01),
-    "adapter_std": (0.03, 0.1, 0.3),
-    "classifier_std": (0.05, 0.1, 0.2),
-    "lr": (0.01, 0.03, 0.06),
-    "steps": (200, 400),
-}
-FIRST = Chain(adapter_std=0.1, classifier_std=0.1, temperature=0.1, lr=0.03, steps=200, samples=8)
+CHAIN: tuple[tuple[str, tuple[float, ...]], ...] = (
+    ("temperature", (1.0, 0.3, 0.1)),
+    ("classifier_std", (0.05, 0.1, 0.2)),
+    ("adapter_std", (0.01, 0.03)),
+    ("lr", (0.05, 0.1)),
+)
+FIRST = Chain(adapter_std=0.03, classifier_std=0.1, temperature=0.3, lr=0.1, steps=200, samples=8)
 SEED, CHAINS = 1000, 2  # the seeds of the tests are others
 
 
@@ -59,50 +47,50 @@ class Validate(transformers.TrainerCallback):  # type: ignore[misc]  # transform
     def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         if state.global_step % EVERY == 0:
             given["model"].eval()
-            self.found[state.global_step] = nll(predict(given["model"], self.inputs), self.labels)
+            self.found[state.global_step] = nll(predict_models([given["model"]], self.inputs)[0], self.labels)
             given["model"].train()
 
 
-def nll(probabilities: Tensor, labels: Tensor) -> float:
-    return ql.metrics.evaluate(probabilities, labels)["nll"]
-
-
-def search_adamw(task: Task, train: Texts, validation: Texts, folder: Path) -> AdamW:
+def search_adamw(builder: Builder, train: Texts, validation: Texts, folder: Path) -> AdamW:
     """Return the settings of AdamW, with the number of steps, of the least validation NLL."""
-    inputs, labels = task.inputs(train.texts, low=False), torch.tensor(validation.labels)
-    task.standardize_by(inputs)
-    data, judged = examples(inputs, train.labels), task.inputs(validation.texts, low=False)
+    inputs, labels = builder.inputs(train.texts, low=False), torch.tensor(validation.labels)
+    builder.standardize_by(inputs)
+    data, judged = to_examples(inputs, train.labels), builder.inputs(validation.texts, low=False)
     scores = {}
     for lr, weight_decay in ADAMW:
         callback = Validate(judged, labels)
-        fine_tune(task, data, folder, AdamW(lr, weight_decay, LONGEST), SEED, callback)
+        fine_tune(builder, data, folder, AdamW(lr, weight_decay, LONGEST), SEED, callback)
         steps, score = min(callback.found.items(), key=lambda found: found[1])
         scores[AdamW(lr, weight_decay, steps)] = score
         print(f"{score:.4f} {AdamW(lr, weight_decay, steps)}", flush=True)
     return min(scores, key=scores.__getitem__)
 
 
-def judge(task: Task, data: Any, judged: Any, labels: Tensor, settings: Chain) -> float:
+def judge(builder: Builder, data: Any, judged: Any, labels: Tensor, settings: Chain) -> float:
     """Run chains, and return the validation NLL of the average over their samples."""
     with tempfile.TemporaryDirectory() as folder:
-        losses = [sample(task, data, Path(folder), settings, SEED, chain) for chain in range(CHAINS)]
-        posterior = ql.Posterior.open(folder, in_8_bits(task.build(0), SEED))
+        for chain in range(CHAINS):
+            sample(builder, data, Path(folder), settings, SEED, chain)
+        posterior = ql.Posterior.open(folder, to_8_bits(builder.build(0), SEED))
         each = predict_samples(posterior, judged)
     score = nll(each.mean(0), labels)
-    print(f"{score:.4f} {settings}; one sample {nll(each[0], labels):.4f}, R-hat {r_hat(losses):.2f}", flush=True)
+    print(
+        f"{score:.4f} {settings}; one sample {nll(each[0], labels):.4f}, R-hat {r_hat(each, labels, CHAINS):.2f}",
+        flush=True,
+    )
     return score
 
 
-def search_chain(task: Task, train: Texts, validation: Texts) -> Chain:
+def search_chain(builder: Builder, train: Texts, validation: Texts) -> Chain:
     """Return the settings of a chain; one after the other is varied."""
-    data, labels = examples(task.inputs(train.texts, low=True), train.labels), torch.tensor(validation.labels)
-    judged, best = task.inputs(validation.texts, low=True), FIRST
+    data, labels = to_examples(builder.inputs(train.texts, low=True), train.labels), torch.tensor(validation.labels)
+    judged, best = builder.inputs(validation.texts, low=True), FIRST
     scores: dict[Chain, float] = {}
-    for name, values in CHAIN.items():
+    for name, values in CHAIN:
         candidates = [best._replace(**{name: value}) for value in values]
         for settings in candidates:
             if settings not in scores:
-                scores[settings] = judge(task, data, judged, labels, settings)
+                scores[settings] = judge(builder, data, judged, labels, settings)
         best = min(candidates, key=scores.__getitem__)
     return best
 
@@ -119,12 +107,12 @@ def main(data_dir: Path | None = None, train: int = 400, test: int = 500, pretra
     data = read_texts(data_dir, test)
     encoder = find_encoder() if pretrained else None
     name = data.task if encoder else f"{data.task}, bytes"
-    task = Task(encoder, max(data.test.labels) + 1, SETTINGS[name].length)
+    builder = Builder(encoder, max(data.test.labels) + 1, SETTINGS[name].length)
     training, rest = data.known.draw(train, SEED)
     validation, _ = rest.draw(train, SEED)
     with tempfile.TemporaryDirectory() as folder:
-        adamw = search_adamw(task, training, validation, Path(folder))
-    chosen = SETTINGS[name]._replace(adamw=adamw, chain=search_chain(task, training, validation))
+        adamw = search_adamw(builder, training, validation, Path(folder))
+    chosen = SETTINGS[name]._replace(adamw=adamw, chain=search_chain(builder, training, validation))
     print(f'"{name}": {chosen}')
 
 
