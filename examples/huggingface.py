@@ -16,6 +16,7 @@ the package a small transformer is trained on bytes. A seed takes four minutes o
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Sequence
@@ -55,8 +56,8 @@ class Chain(NamedTuple):
     classifier_std: float
     temperature: float
     lr: float
-    steps: int = 400
-    samples: int = 10
+    steps: int = 200
+    samples: int = 5
 
 
 class Settings(NamedTuple):
@@ -163,7 +164,7 @@ def main(
     folder: Path = Path("results/huggingface"),
     data_dir: Path | None = None,
     train: int = 400,
-    test: int = 500,
+    test: int = 200,
     pretrained: bool = True,
     seeds: tuple[int, ...] = (0,),
     settings: tyro.conf.Suppress[Settings | None] = None,
@@ -188,7 +189,11 @@ def main(
     runs = []
     for seed in seeds:
         training, _ = data.known.draw(train, seed)
-        runs.append(run(builder, training, (data.test, data.foreign), chosen, folder / data.task / f"seed{seed}", seed))
+        here = folder / data.task / f"seed{seed}"
+        if not (here / "scores.json").exists():
+            scores = run(builder, training, (data.test, data.foreign), chosen, here, seed)
+            (here / "scores.json").write_text(json.dumps(scores))
+        runs.append(json.loads((here / "scores.json").read_text()))
     return summarize(runs)
 
 

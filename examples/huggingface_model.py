@@ -48,12 +48,15 @@ class Precomputed(nn.Module):
 
 
 class Standardize(nn.Module):
-    """Subtract the mean of features and divide by their standard deviation."""
+    """Subtract the mean of features and divide by their standard deviation.
+
+    A feature of MiniLM is almost constant; divided by its own deviation it would hold nothing but rounding errors.
+    """
 
     def __init__(self, features: Tensor) -> None:
         super().__init__()
         self.register_buffer("mean", features.mean(0))
-        self.register_buffer("std", features.std(0))
+        self.register_buffer("std", features.std(0).clamp_min(0.1 * features.std()))
 
     def forward(self, x: Tensor) -> Tensor:
         result: Tensor = (x - self.mean) / self.std

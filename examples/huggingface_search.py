@@ -2,10 +2,10 @@
 
     python -m examples.huggingface_search [--data-dir DATA] [--no-pretrained]
 
-Training and validation texts are drawn from those that examples/huggingface.py does not test with. AdamW: all learning rates
-and weight decays; the validation likelihood is evaluated every 25 steps, and the best number of steps is taken. The chains: one
-setting after the other, the best of each is kept. Both are judged by the NLL of one thing that they give: a run of AdamW, and
-the average over two chains. It takes a quarter of an hour, and prints the line for `SETTINGS`.
+Training and validation texts are drawn from those that examples/huggingface.py does not test with, with a seed of its own. AdamW:
+all learning rates and weight decays; validation NLL is evaluated every 25 steps, and the best number of steps is taken. The
+chains: one setting after the other is varied, and the best of each is kept. Both are judged by the validation NLL of what one run
+gives: the last weights of AdamW, and the average over the samples of one chain. Prints the line for `SETTINGS`.
 """
 
 from __future__ import annotations
@@ -30,12 +30,10 @@ ADAMW = tuple(product((3e-4, 1e-3, 3e-3), (0.01, 0.1)))  # learning rate, weight
 EVERY, LONGEST = 25, 200  # AdamW's steps
 CHAIN: tuple[tuple[str, tuple[float, ...]], ...] = (
     ("temperature", (1.0, 0.3, 0.1)),
-    ("classifier_std", (0.05, 0.1, 0.2)),
-    ("adapter_std", (0.01, 0.03)),
-    ("lr", (0.05, 0.1)),
+    ("lr", (0.01, 0.02)),
 )
-FIRST = Chain(adapter_std=0.03, classifier_std=0.1, temperature=0.3, lr=0.1, steps=200, samples=8)
-SEED, CHAINS = 1000, 2  # the seeds of the tests are others
+FIRST = Chain(adapter_std=0.03, classifier_std=0.05, temperature=0.3, lr=0.02, steps=150, samples=8)
+SEED, CHAINS = 1000, 1  # the seeds of the tests are others
 
 
 class Validate(transformers.TrainerCallback):  # type: ignore[misc]  # transformers is not looked into
@@ -95,7 +93,7 @@ def search_chain(builder: Builder, train: Texts, validation: Texts) -> Chain:
     return best
 
 
-def main(data_dir: Path | None = None, train: int = 400, test: int = 500, pretrained: bool = True) -> None:
+def main(data_dir: Path | None = None, train: int = 400, test: int = 200, pretrained: bool = True) -> None:
     """Search, and print the settings.
 
     Args:
