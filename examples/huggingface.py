@@ -140,7 +140,7 @@ def run(
     data = to_examples(train, training.labels)
     models = [fine_tune(builder, data, folder / "adamw", settings.adamw, 100 * seed + i) for i in range(CHAINS)]
     floats = 4 * sum(p.numel() for p in models[0].parameters() if p.requires_grad)
-    points = Predictions(*[predict_models(models, each) for each in full], floats)
+    points = Predictions(predict_models(models, full[0]), predict_models(models, full[1]), floats)
 
     train, *low = [builder.inputs(each, low=True) for each in texts]
     data = to_examples(train, training.labels)
@@ -148,7 +148,7 @@ def run(
         sample(builder, data, folder, settings.chain, seed, chain)
     posterior = ql.Posterior.open(folder, to_8_bits(builder.build(0), seed))
     size = posterior.members[0].store.manifest.samples[0].digest.size
-    samples = Predictions(*[predict_samples(posterior, each) for each in low], size)
+    samples = Predictions(predict_samples(posterior, low[0]), predict_samples(posterior, low[1]), size)
 
     labels, count = torch.tensor(tests[0].labels), len(posterior)
     return {

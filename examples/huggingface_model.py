@@ -53,14 +53,16 @@ class Standardize(nn.Module):
     A feature of MiniLM is almost constant; divided by its own deviation it would hold nothing but rounding errors.
     """
 
+    mean: Tensor
+    std: Tensor
+
     def __init__(self, features: Tensor) -> None:
         super().__init__()
         self.register_buffer("mean", features.mean(0))
         self.register_buffer("std", features.std(0).clamp_min(0.1 * features.std()))
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = (x - self.mean) / self.std
-        return result
+        return (x - self.mean) / self.std
 
 
 class Classifier(nn.Module):
@@ -68,7 +70,8 @@ class Classifier(nn.Module):
 
     def __init__(self, encoder: nn.Module, width: int, classes: int) -> None:
         super().__init__()
-        self.encoder, self.standardize, self.classifier = encoder, nn.Identity(), nn.Linear(width, classes)
+        self.standardize: nn.Module = nn.Identity()
+        self.encoder, self.classifier = encoder, nn.Linear(width, classes)
 
     def features(self, attention_mask: Tensor, **inputs: Tensor) -> Tensor:
         """Return the mean of the last hidden states over the tokens of each text."""
@@ -141,7 +144,7 @@ class Builder:
             torch.manual_seed(seed)
             return Classifier(BertModel(self.config, add_pooling_layer=False), self.config.hidden_size, self.classes)
         torch.manual_seed(0)  # peft keeps the first classifier as a frozen part of the base, which chains share
-        base = Classifier(copy.deepcopy(self.above), self.above.config.hidden_size, self.classes)
+        base: Any = Classifier(copy.deepcopy(self.above), self.above.config.hidden_size, self.classes)
         base.standardize = copy.deepcopy(self.statistics) if self.statistics is not None else base.standardize
         lora = LoraConfig(r=8, lora_alpha=16, target_modules=["query", "value"], modules_to_save=["classifier"])
         torch.manual_seed(seed)

@@ -85,7 +85,7 @@ def search_chain(builder: Builder, train: Texts, validation: Texts) -> Chain:
     judged, best = builder.inputs(validation.texts, low=True), FIRST
     scores: dict[Chain, float] = {}
     for name, values in CHAIN:
-        candidates = [best._replace(**{name: value}) for value in values]
+        candidates = [Chain(**best._asdict() | {name: value}) for value in values]
         for settings in candidates:
             if settings not in scores:
                 scores[settings] = judge(builder, data, judged, labels, settings)
