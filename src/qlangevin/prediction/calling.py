@@ -51,7 +51,7 @@ def _explain_kinds(args: tuple[Any, ...], kwargs: dict[str, Any], error: Attribu
     """Raise TypeError with the remedy if the batch holds anything else than tensors."""
     if odd := {type(x).__name__ for x in (*args, *kwargs.values()) if not isinstance(x, Tensor) and x is not None}:
         raise TypeError(
-            f"the batch gave the model a {' and a '.join(sorted(odd))}, which it cannot take ({error}): a batch is a tensor, a tuple "
+            f"the batch gave the model a {' and a '.join(sorted(odd))}, which failed ({error}): a batch is a tensor, a tuple "
             "of arguments or a dict of keyword arguments, with tensors in it; texts need a tokenizer (return_tensors='pt'), a "
             "list of examples a collator"
         ) from error
