@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib.util
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,12 +33,13 @@ class Texts(NamedTuple):
         return self.take(order[:count]), self.take(order[count:])
 
 
-def docstrings(package: str) -> Iterator[str]:
-    """Yield the first paragraphs of the docstrings of a package, read from its files, without its name."""
+@functools.cache
+def docstrings(package: str) -> tuple[str, ...]:
+    """Return the first paragraphs of the docstrings of a package, read from its files, without its name."""
     spec = importlib.util.find_spec(package)
     assert spec is not None
     assert spec.origin is not None
-    root = Path(spec.origin).parent
+    root, texts = Path(spec.origin).parent, []
     for file in sorted(root.rglob("*.py")):
         if "test" in file.relative_to(root).as_posix():
             continue
@@ -45,7 +47,8 @@ def docstrings(package: str) -> Iterator[str]:
             if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and (found := ast.get_docstring(node)):
                 text = NAMES.sub("it", " ".join(found.split("\n\n")[0].split()))
                 if 40 <= len(text) <= 300:
-                    yield text
+                    texts.append(text)
+    return tuple(texts)
 
 
 def reviews(data_dir: Path | None) -> Texts:
