@@ -10,6 +10,7 @@ the same in float32; its batches are those of its own order, so that its differe
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import math
 import time
@@ -24,29 +25,13 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import qlangevin as ql
+from benchmarks.llc_transformer import Transformer
 from qlangevin.experiments.environment import environment
 
 FORMATS = (None, "bf16", "bfp8", "bfp8/16")
-LENGTH, WIDTH, HEADS, LAYERS = 32, 32, 2, 2
+LENGTH, WIDTH, HEADS = 32, 32, 2
 SETTINGS = ((2e-5, 1e4), (2e-6, 1e5))  # ε and γ: noise well above what 8-bit rounding adds, and near it
 DRAWS, BURN_IN, BATCH = 100, 40, 16
-
-
-class Transformer(nn.Module):
-    """A causal transformer over bytes, before normalisation by layers."""
-
-    def __init__(self, words: int) -> None:
-        super().__init__()
-        self.words, self.places = nn.Embedding(words, WIDTH), nn.Embedding(LENGTH, WIDTH)
-        layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 4 * WIDTH, 0.0, "gelu", batch_first=True, norm_first=True)
-        self.layers = nn.TransformerEncoder(layer, LAYERS, enable_nested_tensor=False)
-        self.score = nn.Linear(WIDTH, words)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        length = ids.shape[1]
-        x = self.words(ids) + self.places(torch.arange(length, device=ids.device))
-        mask = nn.Transformer.generate_square_subsequent_mask(length, device=ids.device)
-        return self.score(self.layers(x, mask, is_causal=True))  # type: ignore[no-any-return]
 
 
 def read_text(limit: int) -> Tensor:
@@ -61,7 +46,7 @@ def read_text(limit: int) -> Tensor:
 def train(ids: Tensor, steps: int, seed: int = 0) -> Transformer:
     """Train to a low loss; the learning rate falls to zero, so that w* is near a minimum."""
     torch.manual_seed(seed)
-    model = Transformer(int(ids.max()) + 1)
+    model = Transformer(int(ids.max()) + 1, LENGTH, WIDTH, HEADS)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     for _ in range(steps):
@@ -96,9 +81,7 @@ def estimate_theirs(
     """Return devinterp's estimate in float32, paired with the losses of the same examples at w* as ours is."""
     from devinterp.optim import SGMCMC
 
-    mine, burn_in = Transformer(model.score.out_features), draws * BURN_IN // DRAWS
-    mine.load_state_dict(model.state_dict())
-    mine.eval()
+    mine, burn_in = copy.deepcopy(model), draws * BURN_IN // DRAWS
     nbeta, total = ql.slt.default_nbeta(len(ids)), 0.0
     torch.manual_seed(seed)
     sampler = SGMCMC.sgld(mine.parameters(), lr=where[0], nbeta=nbeta, localization=where[1])

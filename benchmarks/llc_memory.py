@@ -2,10 +2,11 @@
 
     OMP_NUM_THREADS=1 python -m benchmarks.llc_memory --out docs/results/llc
 
-Memory is the peak of the resident memory while a chain steps, less that before the model was made, over the number of weights:
-the user's model, the chain's weights, centre, gradients and all temporary ones. A sequence has 8 tokens, so that activations
-take next to nothing. Each case has a process of its own. Times are of the step alone, with
-gradients given: process time, the median of rounds in which all cases take turns in one process.
+Memory is the resident memory of a process, less that before the model was made, over the number of weights: the user's model,
+the chain's weights, centre, gradients and all temporary ones. ``peak`` is the largest of one chain, ``peak_4`` of four,
+``between_steps`` the largest after a step. A sequence has 8 tokens, so that activations take next to nothing. Each case has a
+process of its own. Times are of the step alone, with gradients given: processor time, the least of rounds in which all cases
+take turns in one process.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ import resource
 import subprocess
 import sys
 import threading
-import time
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -28,23 +28,28 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import qlangevin as ql
+from benchmarks.timing import Contestant, measure
 from qlangevin.experiments.environment import environment
 
 CASES = (
-    ("qlangevin", "float32", "bfp8"), ("qlangevin", "bfloat16", "bfp8"), ("qlangevin", "bfloat16", "bf16"),
-    ("qlangevin", "float32", "fp32"), ("devinterp", "float32", "fp32"), ("devinterp", "bfloat16", "bf16"),
+    ("qlangevin", "bfp8", "bfp8"), ("qlangevin", "bfloat16", "bfp8"), ("qlangevin", "float32", "bfp8"),
+    ("qlangevin", "bfloat16", "bf16"), ("qlangevin", "float32", "fp32"),
+    ("devinterp", "float32", "fp32"), ("devinterp", "bfloat16", "bf16"),
 )  # fmt: skip
-STEPS, TIMED, ROUNDS = 3, 4_000_000, 11
+STEPS, TIMED, SECONDS = 4, 4_000_000, 20.0
 RETURNED = {"MALLOC_MMAP_THRESHOLD_": "65536"}  # what is freed goes back to the system at once, and does not count
 SETTINGS: dict[str, Any] = {"lr": 1e-7, "nbeta": 100.0, "localization": 100.0}
 
 
-def make_model(dtype: str) -> nn.Module:
+def make_model(kind: str) -> nn.Module:
+    """Return a model with weights of this dtype, or packed in this format."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
     config = GPT2Config(vocab_size=8000, n_positions=64, n_embd=640, n_layer=8, n_head=8)
-    return GPT2LMHeadModel(config).to(getattr(torch, dtype)).eval()  # type: ignore[no-any-return]
+    model: nn.Module = GPT2LMHeadModel(config).eval()
+    dtype = getattr(torch, kind, None)
+    return ql.pack(model, kind) if dtype is None else model.to(dtype)
 
 
 def resident() -> int:
@@ -69,50 +74,59 @@ class Peak:
         self.thread.join()
 
 
-def run_ours(model: nn.Module, ids: torch.Tensor, format: str) -> None:
-    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
-        return ql.slt.token_losses(model, batch[0])
-
+def run_ours(model: nn.Module, ids: torch.Tensor, format: str, chains: int, look: Callable[[int], None]) -> None:
+    """Run chains of a few steps, one after another; ``look`` is called after each step."""
     loader = DataLoader(TensorDataset(ids), batch_size=1)
-    ql.slt.llc(model, loader, loss, weights=format, chains=1, draws=4, burn_in=0, **SETTINGS)
+    ql.slt.llc(model, loader, weights=format, chains=chains, draws=STEPS, burn_in=0, progress=look, **SETTINGS)
 
 
-def run_theirs(model: nn.Module, ids: torch.Tensor) -> None:
-    """A chain as devinterp's ``sample_single_chain`` runs it, on a copy of the model."""
+def run_theirs(model: nn.Module, ids: torch.Tensor, look: Callable[[int], None]) -> None:
+    """Run a chain as devinterp's ``sample_single_chain`` does, on a copy of the model."""
     from copy import deepcopy
 
     from devinterp.optim import SGMCMC
 
     mine = deepcopy(model)
     sampler = SGMCMC.sgld(mine.parameters(), **SETTINGS)
-    for _ in range(STEPS + 1):
+    for _ in range(STEPS):
         ql.slt.token_losses(mine, ids[:1]).mean().backward()
         sampler.step()
         sampler.zero_grad(set_to_none=True)
+        look(1)
 
 
-def measure_memory(library: str, dtype: str, format: str) -> dict[str, Any]:
+def measure_memory(library: str, kind: str, format: str) -> dict[str, Any]:
     """Return bytes a weight; runs in a process of its own."""
+    seen: list[int] = []
+
+    def look(steps: int) -> None:
+        seen.append(resident())
+
     if library == "devinterp":
         import devinterp.optim  # noqa: F401
     ids = torch.randint(8000, (3, 8))
     tiny = nn.Sequential(nn.Embedding(8000, 4), nn.Linear(4, 8000))
-    run_ours(tiny, ids, "bf16")  # imports, caches, kernels
+    run_ours(tiny, ids, "bf16", 1, look)  # imports, caches, kernels
     make_model("float32")
     before = resident()
-    model = make_model(dtype)
+    model, found = make_model(kind), {}
     weights = sum(p.numel() for p in model.parameters())
-    with Peak() as peak:
-        if library == "qlangevin":
-            run_ours(model, ids, format)
-        else:
-            run_theirs(model, ids)
-    return {"weights": weights, "bytes_per_weight": (peak.bytes - before) / weights}
+    for name, chains in (("peak", 1), ("peak_4", 4)):
+        seen.clear()
+        with Peak() as peak:
+            if library == "qlangevin":
+                run_ours(model, ids, format, chains, look)
+            else:
+                for _ in range(chains):
+                    run_theirs(model, ids, look)
+        found[name] = (peak.bytes - before) / weights
+        found.setdefault("between_steps", (max(seen) - before) / weights)
+    return {"weights": weights, **found}
 
 
-def make_step(library: str, dtype: str, format: str) -> Callable[[], Any]:
+def make_step(library: str, kind: str, format: str) -> Callable[[], Any]:
     """Return the step of a sampler of one large parameter that has a gradient."""
-    p = nn.Parameter(torch.randn(1000, TIMED // 1000).to(getattr(torch, dtype)) * 0.05)
+    p = nn.Parameter(torch.randn(1000, TIMED // 1000).to(getattr(torch, kind, torch.float32)) * 0.05)
     if library == "qlangevin":
         model = nn.ParameterList([p])
         if format.startswith("bfp"):
@@ -128,15 +142,9 @@ def make_step(library: str, dtype: str, format: str) -> Callable[[], Any]:
 
 
 def measure_times(cases: Sequence[tuple[str, str, str]]) -> list[float]:
-    """Return nanoseconds a weight of a step of each case: the median of rounds in which all cases take turns."""
-    steps, times = [make_step(*case) for case in cases], torch.zeros(ROUNDS + 1, len(cases))
-    for turn in range(ROUNDS + 1):
-        for i, step in enumerate(steps):
-            began = time.process_time()
-            step()
-            times[turn, i] = time.process_time() - began
-    found: list[float] = (times[1:].median(0).values / TIMED * 1e9).tolist()
-    return found
+    """Return nanoseconds a weight of a step of each case, which take turns."""
+    times = measure({" ".join(case): Contestant(make_step(*case)) for case in cases}, SECONDS)
+    return [times[" ".join(case)] / TIMED * 1e9 for case in cases]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
