@@ -1,10 +1,11 @@
-"""Is an estimate in 8 bits or bf16 biased? A small transformer, trained here, estimated with eight seeds in each format.
+"""Is an estimate in 8 bits or bf16 biased? A small transformer, trained here, estimated with many seeds in each format.
 
     OMP_NUM_THREADS=1 python -m benchmarks.llc_control --out docs/results/llc
 
 Every seed is an estimate of its own: other noise, other batches, other rounding. The same seed has the same batches and the same
 normal numbers in all formats, so that differences from float32 are taken seed by seed. devinterp, if it is installed, estimates
-the same in float32; its batches are those of its own order, so that its difference is one of means.
+the same in float32; its batches are those of its own order, so that its difference is one of means. ``inflation`` is what
+`diagnose` expects: the variance of a step over the one asked for, the mean over weights and seeds.
 """
 
 from __future__ import annotations
@@ -59,10 +60,6 @@ def train(ids: Tensor, steps: int, seed: int = 0) -> Transformer:
     return model
 
 
-def take_ids(model: nn.Module, batch: Any) -> Tensor:
-    return ql.slt.token_losses(model, batch[0])
-
-
 def estimate(
     model: nn.Module, ids: Tensor, format: str | None, where: tuple[float, float], seed: int, draws: int
 ) -> ql.slt.LLC:
@@ -70,7 +67,7 @@ def estimate(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ql.QLangevinWarning)
         return ql.slt.llc(
-            model, loader, take_ids, lr=where[0], localization=where[1], weights=format, chains=1, draws=draws,
+            model, loader, lr=where[0], localization=where[1], weights=format, chains=1, draws=draws,
             burn_in=draws * BURN_IN // DRAWS, seed=seed,
         )  # fmt: skip
 
@@ -110,7 +107,7 @@ def summarize(values: Sequence[float], reference: Sequence[float], paired: bool)
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("docs/results/llc"))
-    parser.add_argument("--seeds", type=int, default=8)
+    parser.add_argument("--seeds", type=int, default=16)
     parser.add_argument("--draws", type=int, default=DRAWS)
     parser.add_argument("--train-steps", type=int, default=600)
     options = parser.parse_args(arguments)
@@ -121,15 +118,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(f"{sum(p.numel() for p in model.parameters())} weights, {len(ids)} sequences, loss {baseline.mean():.3f}")
     tables = []
     for where in SETTINGS:
-        found = run_seeds(model, ids, where, baseline, options.seeds, options.draws)
+        found, inflations = run_seeds(model, ids, where, baseline, options.seeds, options.draws)
         reference = found["qlangevin fp32"]
-        rows = {n: {"values": v, **summarize(v, reference, n.startswith("qlangevin"))} for n, v in found.items()}
+        rows: dict[str, dict[str, Any]] = {
+            name: {
+                "values": values, "inflation": mean(inflations.get(name)),
+                **summarize(values, reference, name.startswith("qlangevin")),
+            }
+            for name, values in found.items()
+        }  # fmt: skip
         tables.append({"lr": where[0], "localization": where[1], "rows": rows})
         for name, row in rows.items():
             difference = f"{row['difference']:+.3f} ± {row['difference_stderr']:.3f}"
-            print(
-                f"{name:20s} {row['mean']:8.3f} ± {row['stderr']:.3f}, {row['percent']:+.1f} %, difference {difference}"
-            )
+            text = f"{row['mean']:8.3f} ± {row['stderr']:.3f}, {row['percent']:+.1f} %, difference {difference}"
+            print(f"{name:20s} {text}, inflation {row['inflation']}")
     about = {
         "weights": sum(p.numel() for p in model.parameters()), "sequences": len(ids), "loss": float(baseline.mean()),
         "nbeta": ql.slt.default_nbeta(len(ids)), "batch": BATCH, "draws": options.draws,
@@ -142,18 +144,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def run_seeds(
     model: Transformer, ids: Tensor, where: tuple[float, float], baseline: Tensor, seeds: int, draws: int
-) -> dict[str, list[float]]:
-    """Return the estimates of each library and format, one for each seed."""
+) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Return the estimates of each library and format, one for each seed, and the inflations that our samplers expect."""
     found: dict[str, list[float]] = {}
+    inflations: dict[str, list[float]] = {}
     for seed in range(seeds):
         for format in FORMATS:
-            value = estimate(model, ids, format, where, seed, draws).mean
-            found.setdefault(f"qlangevin {format or 'fp32'}", []).append(value)
+            one, name = estimate(model, ids, format, where, seed, draws), f"qlangevin {format or 'fp32'}"
+            found.setdefault(name, []).append(one.mean)
+            if one.resolution is not None:
+                inflations.setdefault(name, []).append(one.resolution["total"]["inflation"])
         with suppress(ImportError):
             theirs = estimate_theirs(model, ids, where, seed, draws, baseline)
             found.setdefault("devinterp fp32", []).append(theirs)
         print(f"{where}, seed {seed}:", {name: round(values[-1], 3) for name, values in found.items()}, flush=True)
-    return found
+    return found, inflations
+
+
+def mean(values: Sequence[float] | None) -> float | None:
+    return sum(values) / len(values) if values else None
 
 
 if __name__ == "__main__":

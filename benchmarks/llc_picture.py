@@ -28,8 +28,8 @@ def draw(rows: Rows, path: Path) -> None:
     figure = Figure(figsize=(9, 2.7 * height), layout="constrained")
     axes: Any = figure.subplots(height, 2, squeeze=False)
     for ax, name in zip(axes.flat, names, strict=False):
-        _draw_problem(ax, [row for row in rows if row["problem"] == name and row["llc"] is not None])
         ax.set(xscale="log", title=name, xlabel="lr (ε)", ylabel="LLC")
+        _draw_problem(ax, [row for row in rows if row["problem"] == name and row["llc"] is not None])
     for ax in axes.flat[len(names) :]:
         ax.axis("off")
     axes.flat[len(names)].legend(*axes.flat[0].get_legend_handles_labels(), loc="center", frameon=False)
