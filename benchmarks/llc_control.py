@@ -107,7 +107,7 @@ def summarize(values: Sequence[float], reference: Sequence[float], paired: bool)
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("docs/results/llc"))
-    parser.add_argument("--seeds", type=int, default=16)
+    parser.add_argument("--seeds", type=int, default=8)
     parser.add_argument("--draws", type=int, default=DRAWS)
     parser.add_argument("--train-steps", type=int, default=600)
     options = parser.parse_args(arguments)

@@ -141,21 +141,17 @@ def make_step(library: str, kind: str, format: str) -> Callable[[], Any]:
     return sampler.step  # type: ignore[no-any-return]
 
 
-def measure_times(cases: Sequence[tuple[str, str, str]]) -> list[float]:
-    """Return nanoseconds a weight of a step of each case, which take turns."""
-    times = measure({" ".join(case): Contestant(make_step(*case)) for case in cases}, SECONDS)
-    return [times[" ".join(case)] / TIMED * 1e9 for case in cases]
+def measure_times(rows: Sequence[dict[str, Any]]) -> None:
+    """Add to each row the nanoseconds a weight of its step; all rows take turns."""
+    cases = {" ".join(case): case for case in ((row["library"], row["model"], row["chain"]) for row in rows)}
+    times = measure({name: Contestant(make_step(*case)) for name, case in cases.items()}, SECONDS)
+    for row, name in zip(rows, cases, strict=True):
+        row["ns_per_weight"] = round(times[name] / TIMED * 1e9, 2)
+        print(row)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--out", type=Path, default=Path("docs/results/llc"))
-    parser.add_argument("--case", nargs=3, help="measure one case, and print it")
-    options = parser.parse_args(arguments)
-    warnings.simplefilter("ignore")
-    if options.case:
-        print(json.dumps(measure_memory(*options.case)))
-        return
+def measure_cases() -> list[dict[str, Any]]:
+    """Return the memory of all cases, each in a process of its own."""
     rows = []
     for case in CASES:
         command = [sys.executable, "-W", "ignore", "-m", "benchmarks.llc_memory", "--case", *case]
@@ -163,15 +159,28 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if done.returncode:
             print(f"{case}: {done.stderr.strip().splitlines()[-1]}")
             continue
-        found = json.loads(done.stdout.splitlines()[-1])
+        found = {name: round(value, 2) for name, value in json.loads(done.stdout.splitlines()[-1]).items()}
         rows.append({**dict(zip(("library", "model", "chain"), case, strict=True)), **found})
-        print(case, {name: round(value, 2) for name, value in found.items()}, flush=True)
-    known = [(row["library"], row["model"], row["chain"]) for row in rows]
-    for row, nanoseconds in zip(rows, measure_times(known), strict=True):
-        row["ns_per_weight"] = nanoseconds
-        print(row)
+        print(rows[-1], flush=True)
+    return rows
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--out", type=Path, default=Path("docs/results/llc"))
+    parser.add_argument("--case", nargs=3, help="measure the memory of one case, and print it")
+    parser.add_argument("--times", action="store_true", help="measure times alone, and add them to the file")
+    options = parser.parse_args(arguments)
+    warnings.simplefilter("ignore")
+    if options.case:
+        print(json.dumps(measure_memory(*options.case)))
+        return
     options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "memory.json").write_text(json.dumps({"rows": rows, "environment": environment()}, indent=1) + "\n")
+    file = options.out / "memory.json"
+    rows = json.loads(file.read_text())["rows"] if options.times else measure_cases()
+    file.write_text(json.dumps({"rows": rows, "environment": environment()}, indent=1) + "\n")
+    measure_times(rows)
+    file.write_text(json.dumps({"rows": rows, "environment": environment()}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
