@@ -220,11 +220,11 @@ def test_half_precision_models_have_their_own_centre() -> None:
 def test_packed_models_are_their_own_centre() -> None:
     model, loader = regression()
     packed = ql.pack(model, "bfp8")
-    before = packed.weight.detach().decode()  # type: ignore[union-attr,operator]
+    before = packed.weight.detach().decode()  # type: ignore[attr-defined]
     own, named = (ql.slt.llc(packed, loader, HALF_SQUARE, weights=w, **QUICK) for w in (None, "bfp8"))
     assert own.settings.weights == "bfp8"
     assert np.array_equal(own.losses, named.losses)
-    assert torch.equal(packed.weight.detach().decode(), before)  # type: ignore[union-attr,operator]
+    assert torch.equal(packed.weight.detach().decode(), before)  # type: ignore[attr-defined]
 
 
 def test_estimates_do_not_mind_modes_of_autograd() -> None:

@@ -67,6 +67,6 @@ def test_a_criterion_is_no_loss() -> None:
     model, loader = regression()
     for criterion in (nn.MSELoss(), nn.functional.mse_loss):
         with pytest.raises(TypeError, match=r"got a criterion; give ql.slt.supervised\(criterion\)"):
-            ql.slt.llc(model, loader, criterion, lr=1e-3, localization=5.0)
+            ql.slt.llc(model, loader, criterion, lr=1e-3, localization=5.0)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="loss must be a function of model and batch, got a str"):
         ql.slt.llc(model, loader, "mse", lr=1e-3, localization=5.0)  # type: ignore[arg-type]
