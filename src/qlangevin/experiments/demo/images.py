@@ -17,8 +17,10 @@ __all__ = ["ANGLES", "DigitImages", "load_images", "rotate"]
 
 ANGLES = (0, 15, 30, 45, 60, 75, 90)
 LETTERS = "ACDEFGHJKLMNPRTUVWXYabdefhkmnprtwxy"  # none that looks like a digit: no B, I, O, Q, S, Z, g, l, o, q, s, z
-FONTS = ("DejaVuSans", "DejaVuSans-Bold", "DejaVuSans-Oblique", "DejaVuSansMono", "DejaVuSansMono-Bold", "DejaVuSerif",
-         "DejaVuSerif-Bold", "DejaVuSerif-Italic", "STIXGeneral", "STIXGeneralBol", "STIXGeneralItalic", "cmr10", "cmtt10")  # fmt: skip
+FONTS = (
+    "DejaVuSans", "DejaVuSans-Bold", "DejaVuSans-Oblique", "DejaVuSansMono", "DejaVuSansMono-Bold", "DejaVuSerif",
+    "DejaVuSerif-Bold", "DejaVuSerif-Italic", "STIXGeneral", "STIXGeneralBol", "STIXGeneralItalic", "cmr10", "cmtt10",
+)  # fmt: skip
 
 
 class DigitImages(NamedTuple):

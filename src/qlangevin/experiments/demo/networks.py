@@ -25,7 +25,7 @@ class ParallelMLP(nn.Module):
                 held.append(nn.Parameter((2 * torch.rand(shape, generator=draw) - 1) * reach))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return outputs (chain, example, class) of inputs (example, pixel), or (chain, example, pixel) for data of each chain."""
+        """Return outputs (chain, example, class) of inputs (example, pixel), or of inputs for each chain."""
         x = x.expand(self.chains, *x.shape) if x.ndim == 2 else x
         last = len(self.weights) - 1
         for i, (weight, bias) in enumerate(zip(self.weights, self.biases, strict=True)):

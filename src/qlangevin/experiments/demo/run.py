@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-
 from ..._validate import check_integer
 from .. import gaussian
 from ..environment import cores
