@@ -7,7 +7,7 @@ PIP = $(VENV)/bin/python -m pip --disable-pip-version-check install --quiet --co
 INSTALLED = pyproject.toml CMakeLists.txt src/qlangevin/_version.py \
     $(wildcard src/qlangevin/native/*.cpp src/qlangevin/native/*.h)
 
-.PHONY: help demo check lint test test-ecosystem matrix bench reproduce clean
+.PHONY: help demo check lint test test-ecosystem docs matrix bench reproduce clean
 .DELETE_ON_ERROR:
 
 help:
@@ -15,6 +15,7 @@ help:
 	@echo 'make check      lint, types and the quick tests, in two minutes'
 	@echo 'make test       lint, types and all tests'
 	@echo 'make test-ecosystem  the tests with transformers, peft, accelerate and Lightning, which it installs'
+	@echo 'make docs       the site, in site/index.html; a link that leads nowhere is an error'
 	@echo 'make matrix     the tests as on other machines, and under checkers of memory, in two hours; logs in results/matrix'
 	@echo 'make bench      time and memory, compared with qtorch, torchao and plain PyTorch'
 	@echo 'make reproduce  every result in docs/results, in hours; data from QLANGEVIN_DATA, else downloaded'
@@ -36,6 +37,10 @@ test: lint
 
 test-ecosystem: $(VENV)/.ready-test-ecosystem
 	$(VENV)/bin/pytest tests/integrations tests/slt tests/test_readme.py
+
+docs: $(VENV)/.ready-docs
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict
+	@echo 'The site is in site/index.html.'
 
 matrix: $(VENV)/.ready-test-ecosystem
 	$(VENV)/bin/python -m benchmarks.matrix
@@ -67,7 +72,7 @@ reproduce: $(VENV)/.ready-demo
 	$(VENV)/bin/python -m benchmarks.kernel_fuzz --count 100000
 
 clean:
-	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find * -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/bin/python:

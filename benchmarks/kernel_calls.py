@@ -288,7 +288,8 @@ def raw_step(rng: Random) -> str:
     if spoiled:
         spoil(rng.choice((arguments, settings)), rng)
     beside = [draw_beside(name, case, rng) for name in ("center", "moments", "velocity") if rng.random() < 0.3]
-    mask = {"mask": memory(torch.full((-(-theta.numel() // 8),), 0x5A, dtype=torch.uint8))}
+    bits = torch.full((-(-theta.numel() // 8),), 0x5A, dtype=torch.uint8)
+    mask = {"mask": memory(bits)}
     if spoiled:
         spoil(rng.choice([kept for _, kept, _, _ in beside] or [mask]), rng)
     masked = rng.random() < 0.3

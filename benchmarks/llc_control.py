@@ -1,15 +1,17 @@
-"""Is an estimate in 8 bits or bf16 biased? A small transformer, trained here, estimated with eight seeds in each format.
+"""Is an estimate in 8 bits or bf16 biased? A small transformer, trained here, estimated with many seeds in each format.
 
     OMP_NUM_THREADS=1 python -m benchmarks.llc_control --out docs/results/llc
 
 Every seed is an estimate of its own: other noise, other batches, other rounding. The same seed has the same batches and the same
 normal numbers in all formats, so that differences from float32 are taken seed by seed. devinterp, if it is installed, estimates
-the same in float32; its batches are those of its own order, so that its difference is one of means.
+the same in float32; its batches are those of its own order, so that its difference is one of means. ``inflation`` is what
+`diagnose` expects: the variance of a step over the one asked for, the mean over weights and seeds.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import math
 import time
@@ -24,29 +26,13 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import qlangevin as ql
+from benchmarks.llc_transformer import Transformer
 from qlangevin.experiments.environment import environment
 
 FORMATS = (None, "bf16", "bfp8", "bfp8/16")
-LENGTH, WIDTH, HEADS, LAYERS = 32, 32, 2, 2
+LENGTH, WIDTH, HEADS = 32, 32, 2
 SETTINGS = ((2e-5, 1e4), (2e-6, 1e5))  # ε and γ: noise well above what 8-bit rounding adds, and near it
 DRAWS, BURN_IN, BATCH = 100, 40, 16
-
-
-class Transformer(nn.Module):
-    """A causal transformer over bytes, before normalisation by layers."""
-
-    def __init__(self, words: int) -> None:
-        super().__init__()
-        self.words, self.places = nn.Embedding(words, WIDTH), nn.Embedding(LENGTH, WIDTH)
-        layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 4 * WIDTH, 0.0, "gelu", batch_first=True, norm_first=True)
-        self.layers = nn.TransformerEncoder(layer, LAYERS, enable_nested_tensor=False)
-        self.score = nn.Linear(WIDTH, words)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        length = ids.shape[1]
-        x = self.words(ids) + self.places(torch.arange(length, device=ids.device))
-        mask = nn.Transformer.generate_square_subsequent_mask(length, device=ids.device)
-        return self.score(self.layers(x, mask, is_causal=True))  # type: ignore[no-any-return]
 
 
 def read_text(limit: int) -> Tensor:
@@ -61,7 +47,7 @@ def read_text(limit: int) -> Tensor:
 def train(ids: Tensor, steps: int, seed: int = 0) -> Transformer:
     """Train to a low loss; the learning rate falls to zero, so that w* is near a minimum."""
     torch.manual_seed(seed)
-    model = Transformer(int(ids.max()) + 1)
+    model = Transformer(int(ids.max()) + 1, LENGTH, WIDTH, HEADS)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     for _ in range(steps):
@@ -74,10 +60,6 @@ def train(ids: Tensor, steps: int, seed: int = 0) -> Transformer:
     return model
 
 
-def take_ids(model: nn.Module, batch: Any) -> Tensor:
-    return ql.slt.token_losses(model, batch[0])
-
-
 def estimate(
     model: nn.Module, ids: Tensor, format: str | None, where: tuple[float, float], seed: int, draws: int
 ) -> ql.slt.LLC:
@@ -85,7 +67,7 @@ def estimate(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ql.QLangevinWarning)
         return ql.slt.llc(
-            model, loader, take_ids, lr=where[0], localization=where[1], weights=format, chains=1, draws=draws,
+            model, loader, lr=where[0], localization=where[1], weights=format, chains=1, draws=draws,
             burn_in=draws * BURN_IN // DRAWS, seed=seed,
         )  # fmt: skip
 
@@ -96,9 +78,7 @@ def estimate_theirs(
     """Return devinterp's estimate in float32, paired with the losses of the same examples at w* as ours is."""
     from devinterp.optim import SGMCMC
 
-    mine, burn_in = Transformer(model.score.out_features), draws * BURN_IN // DRAWS
-    mine.load_state_dict(model.state_dict())
-    mine.eval()
+    mine, burn_in = copy.deepcopy(model), draws * BURN_IN // DRAWS
     nbeta, total = ql.slt.default_nbeta(len(ids)), 0.0
     torch.manual_seed(seed)
     sampler = SGMCMC.sgld(mine.parameters(), lr=where[0], nbeta=nbeta, localization=where[1])
@@ -138,15 +118,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(f"{sum(p.numel() for p in model.parameters())} weights, {len(ids)} sequences, loss {baseline.mean():.3f}")
     tables = []
     for where in SETTINGS:
-        found = run_seeds(model, ids, where, baseline, options.seeds, options.draws)
+        found, inflations = run_seeds(model, ids, where, baseline, options.seeds, options.draws)
         reference = found["qlangevin fp32"]
-        rows = {n: {"values": v, **summarize(v, reference, n.startswith("qlangevin"))} for n, v in found.items()}
+        rows: dict[str, dict[str, Any]] = {
+            name: {
+                "values": values, "inflation": mean(inflations.get(name)),
+                **summarize(values, reference, name.startswith("qlangevin")),
+            }
+            for name, values in found.items()
+        }  # fmt: skip
         tables.append({"lr": where[0], "localization": where[1], "rows": rows})
         for name, row in rows.items():
             difference = f"{row['difference']:+.3f} ± {row['difference_stderr']:.3f}"
-            print(
-                f"{name:20s} {row['mean']:8.3f} ± {row['stderr']:.3f}, {row['percent']:+.1f} %, difference {difference}"
-            )
+            text = f"{row['mean']:8.3f} ± {row['stderr']:.3f}, {row['percent']:+.1f} %, difference {difference}"
+            print(f"{name:20s} {text}, inflation {row['inflation']}")
     about = {
         "weights": sum(p.numel() for p in model.parameters()), "sequences": len(ids), "loss": float(baseline.mean()),
         "nbeta": ql.slt.default_nbeta(len(ids)), "batch": BATCH, "draws": options.draws,
@@ -159,18 +144,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def run_seeds(
     model: Transformer, ids: Tensor, where: tuple[float, float], baseline: Tensor, seeds: int, draws: int
-) -> dict[str, list[float]]:
-    """Return the estimates of each library and format, one for each seed."""
+) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Return the estimates of each library and format, one for each seed, and the inflations that our samplers expect."""
     found: dict[str, list[float]] = {}
+    inflations: dict[str, list[float]] = {}
     for seed in range(seeds):
         for format in FORMATS:
-            value = estimate(model, ids, format, where, seed, draws).mean
-            found.setdefault(f"qlangevin {format or 'fp32'}", []).append(value)
+            one, name = estimate(model, ids, format, where, seed, draws), f"qlangevin {format or 'fp32'}"
+            found.setdefault(name, []).append(one.mean)
+            if one.resolution is not None:
+                inflations.setdefault(name, []).append(one.resolution["total"]["inflation"])
         with suppress(ImportError):
             theirs = estimate_theirs(model, ids, where, seed, draws, baseline)
             found.setdefault("devinterp fp32", []).append(theirs)
         print(f"{where}, seed {seed}:", {name: round(values[-1], 3) for name, values in found.items()}, flush=True)
-    return found
+    return found, inflations
+
+
+def mean(values: Sequence[float] | None) -> float | None:
+    return sum(values) / len(values) if values else None
 
 
 if __name__ == "__main__":

@@ -32,7 +32,9 @@ class Problem:
     coefficient: float
     """λ, by theory."""
     expected: Callable[[float, float, float], float] | None = None
-    """E[nβ K(w)] at finite (ε, nβ, γ), where it can be computed; else λ is compared with."""
+    """E[nβ K(w)] at finite (ε, nβ, γ), where there is a formula; else `llc_truths` simulates it."""
+    at_zero_lr: Callable[[float, float], float] | None = None
+    """The same for ε → 0, by quadrature, in two dimensions."""
 
     nbeta: float = 1000.0
     localization: float = 100.0
@@ -53,8 +55,9 @@ def make_problems(seed: int = 0) -> list[Problem]:
         _quadratic("quadratic form, d = 64, rank 16", (torch.arange(64) < 16).float(), generator),
         _monomial(1, 1),
         _monomial(2, 1),
-        _deep_linear("reduced-rank regression 16-8-16, rank 4", (16, 8, 16), 4, generator),
-        _deep_linear("deep linear network 8-8-8-8, rank 2", (8, 8, 8, 8), 2, generator),
+        _monomial(2, 2),
+        _deep_linear("reduced-rank regression 32-8-16, rank 4", (32, 8, 16), 4, generator),
+        _deep_linear("deep linear network 32-8-8-8, rank 2", (32, 8, 8, 8), 2, generator),
     ]
 
 
@@ -78,7 +81,7 @@ def _monomial(a: int, b: int) -> Problem:
         return (w[0][:, 0] ** (2 * a) * w[0][:, 1] ** (2 * b)).sum(1)
 
     @lru_cache
-    def expected(lr: float, nbeta: float, localization: float) -> float:
+    def at_zero_lr(nbeta: float, localization: float) -> float:
         side = torch.linspace(0, 7 / math.sqrt(localization), 6001, dtype=torch.float64)
         side = (side[1:] + side[:-1]) / 2
         power = nbeta * side[:, None] ** (2 * a) * side[None] ** (2 * b)
@@ -87,7 +90,8 @@ def _monomial(a: int, b: int) -> Problem:
 
     name = f"{PAIRS} pairs x{'²⁴'[a - 1]} y{'²⁴'[b - 1]}"
     known = PAIRS * min(1 / (2 * a), 1 / (2 * b))
-    return Problem(name, (torch.zeros(2, PAIRS),), excess, known, expected, 1e4, 10.0, (5e-5, 1e-4, 2e-4), 0.6)
+    lrs = (5e-5, 1e-4, 2e-4)
+    return Problem(name, (torch.zeros(2, PAIRS),), excess, known, None, at_zero_lr, 1e4, 10.0, lrs, 0.6)
 
 
 def _deep_linear(name: str, widths: Sequence[int], rank: int, generator: torch.Generator) -> Problem:
@@ -110,7 +114,7 @@ def _deep_linear(name: str, widths: Sequence[int], rank: int, generator: torch.G
         return (product(w) - true).square().sum((1, 2)) / 2
 
     known = deep_linear_coefficient(widths, rank)
-    return Problem(name, tuple(minimum), excess, known, None, 1e4, 30.0, (1e-5, 2e-5, 5e-5), 0.2)
+    return Problem(name, tuple(minimum), excess, known, None, None, 1e4, 30.0, (1e-5, 2e-5, 5e-5), 0.2)
 
 
 def reduced_rank_coefficient(inputs: int, hidden: int, outputs: int, rank: int) -> float:

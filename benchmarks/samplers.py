@@ -45,6 +45,7 @@ class Model(nn.Module):
 def contestants(format: str | None, lr: float) -> dict[str, Contestant]:
     """Return SGLD and what is compared with it, each on weights of its own."""
     moves = torch.ones(SHAPE, dtype=torch.bool)
+    moves[:, : SHAPE[1] // 8] = False  # as a mask that leaves out a head
     made: dict[str, Callable[[Any], Any]] = {
         "SGLD": lambda p: ql.SGLD(p, lr, DATA),
         "localization": lambda p: ql.SGLD(p, lr, DATA, localization=100.0),

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import llc_control, llc_truths
+from benchmarks import llc_control, llc_training, llc_truths
 from benchmarks.llc_problems import deep_linear_coefficient, make_problems, reduced_rank_coefficient
 
 
@@ -29,8 +29,8 @@ def test_known_coefficients() -> None:
 
 def test_monomials_come_near_their_coefficients_as_data_grow() -> None:
     fourth = make_problems()[3]
-    assert fourth.expected is not None
-    assert fourth.expected(0.0, 1e4, 10.0) < fourth.expected(0.0, 1e6, 10.0) < fourth.coefficient
+    assert fourth.at_zero_lr is not None
+    assert fourth.at_zero_lr(1e4, 10.0) < fourth.at_zero_lr(1e6, 10.0) < fourth.coefficient
 
 
 @pytest.mark.slow
@@ -38,8 +38,9 @@ def test_truths_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(llc_truths, "has_devinterp", lambda: False)
     llc_truths.main(["--out", str(tmp_path), "--scale", "1e-4"])
     rows = json.loads((tmp_path / "truths.json").read_text())["rows"]
-    assert len(rows) == 6 * 3 * 4
+    assert len(rows) == 7 * 3 * 4
     assert (tmp_path / "truths.png").exists()
+    assert len((tmp_path / "truths.md").read_text().splitlines()) == 2 + 7 * 3
 
 
 @pytest.mark.slow
@@ -49,3 +50,13 @@ def test_the_control_is_written(tmp_path: Path) -> None:
     rows = json.loads((tmp_path / "control.json").read_text())["settings"][0]["rows"]
     assert len(rows["qlangevin bfp8"]["values"]) == 2
     assert rows["qlangevin fp32"]["difference"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_the_curve_over_training_is_written(tmp_path: Path) -> None:
+    llc_training.main(["--out", str(tmp_path), "--chains", "2", "--draws", "6", "--checkpoints", "0", "5"])
+    rows = json.loads((tmp_path / "training.json").read_text())["rows"]
+    assert [row["step"] for row in rows] == [0, 5]
+    assert rows[0]["formats"]["fp32"]["difference"] == 0
+    assert (tmp_path / "training.png").exists()

@@ -50,3 +50,17 @@ def test_bad_input_is_named(trained: Path, tmp_path: Path, capsys: pytest.Captur
     assert "needs n >= 3 data" in refused(["llc", str(trained), *SHORT, "--limit", "2"], capsys)
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
     assert "--text FILE" in refused(["llc", str(tmp_path), *SHORT], capsys)
+    assert "No such file" in refused(["llc", str(tmp_path), *SHORT, "--text", str(tmp_path / "none")], capsys)
+    wrong = {"lr": "-1", "localization": "-1", "nbeta": "nan", "chains": "0", "draws": "0", "box": "-1"}
+    for name, value in wrong.items():
+        assert name in refused(["llc", str(trained), *SHORT, f"--{name}", value], capsys)
+    assert "got 99" in refused(["llc", str(trained), *SHORT, "--weights", "bfp99"], capsys)
+
+
+def test_a_chain_that_leaves_is_said_and_its_losses_are_kept(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "left"
+    command = ["llc", str(trained), *SHORT, "--lr", "1e4", "--draws", "40", "--out", str(out), "--json"]
+    assert "smaller lr" in refused(command, capsys, code=1)
+    assert (out / "part-0" / "chain-0.safetensors").exists()

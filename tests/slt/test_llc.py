@@ -217,6 +217,24 @@ def test_half_precision_models_have_their_own_centre() -> None:
     assert not np.array_equal(found[0], found[2])
 
 
+def test_packed_models_are_their_own_centre() -> None:
+    model, loader = regression()
+    packed = ql.pack(model, "bfp8")
+    before = packed.weight.detach().decode()  # type: ignore[attr-defined]
+    own, named = (ql.slt.llc(packed, loader, HALF_SQUARE, weights=w, **QUICK) for w in (None, "bfp8"))
+    assert own.settings.weights == "bfp8"
+    assert np.array_equal(own.losses, named.losses)
+    assert torch.equal(packed.weight.detach().decode(), before)  # type: ignore[attr-defined]
+
+
+def test_estimates_do_not_mind_modes_of_autograd() -> None:
+    model, loader = regression()
+    expected = ql.slt.llc(model, loader, HALF_SQUARE, **QUICK).losses
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            assert np.array_equal(ql.slt.llc(model, loader, HALF_SQUARE, **QUICK).losses, expected)
+
+
 def test_a_diagnosis_is_taken_from_the_sampler(monkeypatch: pytest.MonkeyPatch) -> None:
     class Found:
         summary = "The bits do not suffice: inflation 2."

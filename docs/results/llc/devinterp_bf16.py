@@ -6,6 +6,13 @@ A quadratic loss L(w) = |w - w*|²/2, whose posterior is known: each weight is n
     pip install devinterp==2.0.1
     python devinterp_bf16.py
 
+It takes seconds, and prints
+
+    lr 1e-05: float32 0.999, bfloat16 8.349
+    lr 3e-05: float32 0.994, bfloat16 1.751
+    lr 0.0001: float32 0.994, bfloat16 1.015
+    lr 0.0004: float32 1.003, bfloat16 1.004
+
 In float32 the ratio is 1. In bfloat16 it grows as the stepsize falls: the drift ε/2 (nβ ∇L + γ (w - w*)) and the noise are two
 additions in the parameter's dtype, each rounded to nearest, and a drift below half the distance of neighbouring bfloat16
 numbers changes nothing. Learning coefficients, which are sums of such variances, come out too large by the same factor.

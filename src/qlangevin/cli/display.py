@@ -122,7 +122,7 @@ def gaussian_table(result: gaussian.GaussianResult) -> Table:
 def llc_table(parts: Sequence[LLC]) -> Table:
     """Return the learning coefficients of the parts of a model."""
     settings = parts[0].settings
-    title = f"Local learning coefficient, {settings.weights or 'fp32'}, nβ = {settings.nbeta:.5g}"
+    title = f"Local learning coefficient, {settings.format_name}, nβ = {settings.nbeta:.5g}"
     out = _new_table(title, ("part", "weights", "LLC ± s.e.", "R-hat", "ESS", "loss at w*"), ("part",))
     for part in parts:
         figures = (_number(part.r_hat, ".3f"), _number(part.ess, ".0f"), f"{part.init_loss:.4g}")

@@ -100,7 +100,8 @@ class Llc:
 
         model, loader, loss = self._open()
         masks = {pattern: pattern for pattern in self.masks} or None
-        total = (self.draws * self.steps_between + (self.burn_in or 0)) * self.chains * max(1, len(self.masks))
+        steps = self.draws * self.steps_between
+        total = (steps + (steps // 2 if self.burn_in is None else self.burn_in)) * self.chains * max(1, len(self.masks))
         same = (
             "lr",
             "localization",

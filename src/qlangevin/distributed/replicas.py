@@ -122,6 +122,11 @@ def _settings(model: nn.Module, sampler: Sampler, wire: Wire | None) -> dict[str
         "steps": count_steps(sampler),
         "layers": lowering.settings(model),
         "counts": lowering.state_dict(model),
+        "states": [
+            [name for name in KEPT if name in sampler.state.get(p, {})]
+            for g in sampler.param_groups
+            for p in g["params"]
+        ],
         "wire": None if wire is None else str(wire.format),
         "tensors": {
             name: str(info)
@@ -130,7 +135,13 @@ def _settings(model: nn.Module, sampler: Sampler, wire: Wire | None) -> dict[str
     }
 
 
-KEPT = ("accumulator", "center", "moments", "velocity")  # of a parameter's state: what must be equal on all ranks
+KEPT = (
+    "accumulator",
+    "center",
+    "mask",
+    "moments",
+    "velocity",
+)  # of a parameter's state: what must be equal on all ranks
 
 
 def _send_states(sampler: Sampler, group: Any) -> None:

@@ -28,6 +28,7 @@ from ..storage.checkpoint import load_checkpoint, save_checkpoint
 from ..storage.manifest import count_steps
 from ..storage.state_json import random_state, set_random_state
 from ..storage.store import SampleStore
+from .trainer_checks import check_parameters
 
 __all__ = ["Collecting", "Collector", "Report", "find_sampler"]
 
@@ -83,6 +84,7 @@ class Collector:
     def begin(self, model: nn.Module, sampler: Stepper, schedule: Any, resumed: bool, **options: Any) -> None:
         """Open the store; ``resumed`` continues one that is there. ``options`` are those of `SampleStore.create`."""
         self.close()
+        check_parameters(model, sampler)
         if self.every is None and not isinstance(schedule, Schedule):
             raise ValueError(
                 f"the callback does not know when to collect: the schedule is a {type(schedule).__name__}; give every=, the "

@@ -71,6 +71,7 @@ class SampleCallback(Collecting, TrainerCallback):  # type: ignore[misc]  # tran
         model, sampler = given["model"], find_sampler(given["optimizer"])
         _check_arguments(args, sampler, model, self._allow_clipping)
         _check_schedule(args, given["lr_scheduler"])
+        _check_attention_dropout(model)
         trainer_checks.check_length(given["lr_scheduler"], int(state.max_steps), int(state.global_step))
         resumed = state.global_step > 0
         file = _checkpoint_folder(args, state) / FILE
@@ -139,6 +140,8 @@ class _StepLoss:
         if self._first:
             self._first = False
             _check_terms(model, kwargs.get("labels"), self._sampler, self._loader)
+            if self._passes == 1 and self._normalized:
+                _check_items(model, kwargs.get("labels"), float(kwargs["num_items_in_batch"]))
             if self._passes > 1 and self._normalized:
                 _check_normalization(model, args, kwargs, self._passes)
 
@@ -217,10 +220,11 @@ def _check_normalization(model: nn.Module, args: Any, kwargs: dict[str, Any], pa
         for module in training:
             module.training = True
     if abs(half - once / 2) > 0.1 * abs(once):
+        inner = "model" if _base_of(model) is model else "model.get_base_model()"
         raise ValueError(
             f"with gradient_accumulation_steps={passes} the Trainer leaves it to the model to average over micro-batches, and "
             f"{type(model).__name__} does not: gradients would be {passes} times too large. Set "
-            "model.accepts_loss_kwargs = False before the Trainer is made, and it averages by itself"
+            f"{inner}.accepts_loss_kwargs = False before the Trainer is made, and it averages by itself"
         )
 
 
@@ -232,14 +236,53 @@ def _check_terms(model: nn.Module, labels: Any, sampler: Stepper, loader: Any) -
         examples = len(loader.dataset)
     except (AttributeError, TypeError):
         return  # a stream of data
-    shifted = labels[:, 1:] if labels.dim() > 1 and _predicts_next(model) else labels
-    valid = int((shifted != -100).sum()) if not labels.is_floating_point() else len(labels)
+    valid = _count_predicted(model, labels)
     num_data = [float(group["num_data"]) for group in sampler.param_groups]
     trainer_checks.check_num_data(num_data, examples, valid / len(labels))
 
 
+def _check_items(model: nn.Module, labels: Any, items: float) -> None:
+    """Warn if the Trainer has a model divide its loss by labels that it does not predict, such as the first of each text.
+
+    In transformers 5.23 it leaves out the first only for models that name their loss, and GPT2LMHeadModel does not.
+    """
+    if not isinstance(labels, Tensor) or labels.dim() < 2 or not _predicts_next(model):
+        return
+    predicted = _count_predicted(model, labels)
+    if predicted and abs(items / predicted - 1) > 0.01:
+        inner = "model" if _base_of(model) is model else "model.get_base_model()"
+        warn(
+            f"the Trainer divides the loss of {type(_base_of(model)).__name__} by {items:g} labels, of which it predicts "
+            f"{predicted}: loss and gradients are {predicted / items:.3g} times those of the mean, as if there were so much less "
+            f"data. Set {inner}.accepts_loss_kwargs = False before the Trainer is made",
+            stacklevel=5,
+        )
+
+
+def _check_attention_dropout(model: nn.Module) -> None:
+    """Warn of dropout that attention takes as a number from the config: no module, which the store would notice."""
+    rate = getattr(getattr(_base_of(model), "config", None), "attention_dropout", None)
+    if isinstance(rate, float) and rate > 0:
+        warn(
+            f"attention_dropout={rate:g} in the model's config: gradients are then of another network at each step, and the "
+            "samples not of the posterior; set it to 0.0 before the model is made",
+            stacklevel=5,
+        )
+
+
+def _count_predicted(model: nn.Module, labels: Tensor) -> int:
+    """Return how many labels of a batch the loss is a mean over."""
+    shifted = labels[:, 1:] if labels.dim() > 1 and _predicts_next(model) else labels
+    return int((shifted != -100).sum()) if not labels.is_floating_point() else len(labels)
+
+
+def _base_of(model: nn.Module) -> nn.Module:
+    """Return the model inside of a PeftModel, or the model itself."""
+    base: Any = getattr(model, "get_base_model", None)
+    found: nn.Module = model if base is None else base()
+    return found
+
+
 def _predicts_next(model: nn.Module) -> bool:
     """Return True if the labels of a model are shifted by one, as those of a causal language model are."""
-    base: Any = getattr(model, "get_base_model", None)  # of a PeftModel
-    inner = model if base is None else base()
-    return type(inner).__name__.endswith("ForCausalLM") or type(inner).__name__.endswith("LMHeadModel")
+    return type(_base_of(model)).__name__.endswith(("ForCausalLM", "LMHeadModel"))

@@ -11,7 +11,30 @@ from .._warnings import warn
 from ..sampling.schedules import Schedule
 from ..sampling.stepping import Stepper
 
-__all__ = ["check_accumulation", "check_clipping", "check_length", "check_num_data", "check_processes", "check_scaler"]
+__all__ = [
+    "check_accumulation",
+    "check_clipping",
+    "check_length",
+    "check_num_data",
+    "check_parameters",
+    "check_processes",
+    "check_scaler",
+]
+
+
+def check_parameters(model: nn.Module, sampler: Stepper) -> None:
+    """Raise ValueError if the sampler steps other tensors than the model's parameters, or none of them is trained."""
+    own = {id(p) for p in model.parameters()}
+    stepped = [p for group in sampler.param_groups for p in group["params"]]
+    if foreign := sum(id(p) not in own for p in stepped):
+        raise ValueError(
+            f"{foreign} of the sampler's {len(stepped)} parameters are not the model's, whose samples would not change: make the "
+            "sampler of model.parameters() of the model that is trained, after pack and get_peft_model"
+        )
+    if not any(p.requires_grad for p in stepped):
+        raise ValueError(
+            f"none of the sampler's {len(stepped)} parameters has requires_grad=True: there is nothing to sample"
+        )
 
 
 def check_clipping(norm: float | None, sampler: Stepper, remedy: str, allowed: bool) -> None:

@@ -29,15 +29,15 @@ template <class M, class V, bool kPlain>
 struct Law {
     M mu;
     V v;
-    float top, low, high;
+    float top, low, high, variance;  // the greatest
 
+    F greatest_s(const Gap &g) const { return g.variance_of(all(variance)); }
     template <class P> Point point(int64_t i, P part, const Gap &g) const { return mu.template in<kPlain>(g, i, part); }
     template <class P> F s(int64_t i, P part, const Gap &g) const { return g.variance_of(v.at(i, part)); }
     template <class P> I at_risk(int64_t i, P part, const Gap &g) const {
         const Point p = point(i, part, g);
-        const F s_ = s(i, part, g);
-        const I near = reaches(p.y(), s_) > top;  // true for few, and only these can be at risk
-        return any(near) ? near & risky(p, s_, top) : I{};
+        // Only what reaches the top with the greatest variance can be risky, which are few.
+        return any(reaches(p.y(), greatest_s(g)) > top) ? risky(p, s(i, part, g), top) : I{};
     }
     F on(F code, const Gap &g) const { return kPlain ? code * g.gap + 0.0f : onto(code, all(g.gap), low, high); }
     template <class P> F draw(int64_t i, P part, const Gap &g, F h, F xi) const {
@@ -69,13 +69,10 @@ struct Block {
     const int64_t at, n;
     const Grid &grid;
     Bits &centered, &normal;
-    const float variance;  // the greatest
-
-    float greatest_s(const Gap &g) const { return g.variance_of(all(variance))[0]; }
 
     // Draws all elements on one gap. The cases that need no choice in each lane have loops of their own, for speed.
     void draw_all(const Gap g, float most) {
-        const F s = all(greatest_s(g));
+        const F s = law.greatest_s(g);
         const bool fits = (reaches(g.of(all(most)), s) <= grid.top)[0];
         if (s[0] == 0.0f)
             with_bits(at, n, centered, nullptr, [=, law = law, out = out, at = at, more = more_bits(centered)](int64_t i, auto part, F h, F) {
@@ -85,9 +82,10 @@ struct Block {
             with_bits(at, n, centered, nullptr, [=, law = law, out = out](int64_t i, auto part, F h, F) {
                 part.store(out + i, law.on(settle_quiet(Nearest(law.point(i, part, g)), law.s(i, part, g), h), g));
             });
-        else if (V::kSame && fits)
+        else if (fits)
             with_bits(at, n, centered, &normal, [=, law = law, out = out](int64_t i, auto part, F h, F xi) {
-                part.store(out + i, law.on(settle_gaussian(M::divided(law.point(i, part, g)), s, h, xi), g));
+                const Point p = M::divided(law.point(i, part, g));
+                part.store(out + i, law.on(V::kSame ? settle_gaussian(p, s, h, xi) : settle_mixed(p, law.s(i, part, g), h, xi), g));
             });
         else
             with_bits(at, n, centered, &normal, [=, law = law, out = out](int64_t i, auto part, F h, F xi) {
@@ -157,7 +155,7 @@ struct Block {
         const Alone alone = draw_alone(risks.largest, fine);
         const float last = alone.possible && !outside ? alone.value : draw_one(risks.largest, coarse);
         outside |= __builtin_fabsf(last) > limit;
-        const float s = greatest_s(fine);
+        const float s = law.greatest_s(fine)[0];
         if (outside) draw_all(coarse, most);
         else if (s == 0.0f) draw_rounded(fine, coarse);
         else if (risks.count == 1 && alone.possible && s <= 0.25f) draw_spared(fine, coarse, alone.outside);
@@ -266,7 +264,7 @@ struct Block {
         for (int e = clamp(ceil_log2(room), own, grid.max_gap); e > own; --e) {
             const Gap fine(e - 1), coarse(e);
             const Risks risks = find_risks(fine);
-            if (risks.count > 1 && greatest_s(fine) <= 0.25f) return draw_tossed(fine, coarse);
+            if (risks.count > 1 && law.greatest_s(fine)[0] <= 0.25f) return draw_tossed(fine, coarse);
             if (risks.count > 0) return draw_in_turn(risks, most, fine, coarse);
         }
         draw_all(Gap(own), most);
@@ -281,8 +279,8 @@ void corrected_block(M mu, V v, float *out, int64_t at, int64_t n, const Grid &g
         const float most = extent.total, variance = (v + start).greatest(length), sigma = __builtin_sqrtf(variance);
         if (most != most) return spoil(out + start, length);
         const auto draw = [&](auto plain) {
-            const Law<M, V, plain.value> law{mean, v + start, grid.top, grid.low, grid.high};
-            Block<M, V, plain.value>{law, out + start, at + start, length, grid, centered, normal, variance}.round(most, sigma);
+            const Law<M, V, plain.value> law{mean, v + start, grid.top, grid.low, grid.high, variance};
+            Block<M, V, plain.value>{law, out + start, at + start, length, grid, centered, normal}.round(most, sigma);
         };
         // Below far, no gap is as large as the greatest, and nothing is clipped.
         const float end = grid.high * 0x1p-8f, far = end < 0x1p60f ? end : 0x1p60f;

@@ -161,7 +161,7 @@ void corrected_fixed(M mu, V v, float *out, int64_t at, int64_t n, const Grid &g
             with_bits(at, n, centered, &normal, [=](int64_t i, auto part, F h, F xi) {
                 const Point p = M::divided(mu.template in<plain.value>(g, i, part));
                 const F s = g.variance_of(v.at(i, part));
-                const F code = V::kSame ? settle_gaussian(p, s, h, xi) : settle(p, s, s > 0.25f, h, xi);
+                const F code = V::kSame ? settle_gaussian(p, s, h, xi) : settle_mixed(p, s, h, xi);
                 store_fixed<plain.value>(out, i, part, code, g, low, high, mu);
             });
     });

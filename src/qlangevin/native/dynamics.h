@@ -25,13 +25,18 @@ void write(const Stored &s, int64_t begin, int64_t n, float *from) {
     else __builtin_memcpy(static_cast<float *>(s.numbers) + begin, from, std::size_t(n) * sizeof(float));
 }
 
-// Sets what does not move to zero. Masks have few changes, so most bytes are all ones or all zeros.
-void clear_fixed(const uint8_t *mask, int64_t begin, int64_t n, float *x) {
-    for (int64_t i = 0; i < n; ++i) {
-        const int64_t at = begin + i;
-        if (at % 8 == 0 && i + 8 <= n && mask[at / 8] == 0xff) i += 7;
-        else if (!(mask[at / 8] >> (at % 8) & 1)) x[i] = 0.0f;
-    }
+// Sets to zero what does not move: its bit in the mask is 0.
+void clear_fixed(const uint8_t *mask, int64_t begin, int64_t n, float *move, float *spread) {
+    I place = {};
+    for (int j = 0; j < kWidth; ++j) place[j] = 1 << j;
+    lanes(n, [=](int64_t i, auto part) {
+        // The bits of a vector lie in two bytes, or in three if they do not begin with one.
+        const int64_t at = begin + i, first = at / 8, last = (at + part.count - 1) / 8, second = first < last ? first + 1 : last;
+        const int32_t word = mask[first] | mask[second] << 8 | mask[last] << 16;
+        const I moves = (((I{} + (word >> at % 8)) & place) != 0);
+        part.store(move + i, moves ? part.load(move + i) : F{});
+        part.store(spread + i, moves ? part.load(spread + i) : F{});
+    });
 }
 
 // ---- the parts of a step
@@ -44,6 +49,39 @@ const float *round_gradient(const Step &s, float *rounded, int64_t begin, int64_
     if (s.gradients.kind == Grid::kNone) return g;
     stochastic(Whole{g}, rounded, begin, n, s.gradients, s.source, kGradient);
     return rounded;
+}
+
+// Q^s of numbers that are not negative to codes of a float of 8 bits: `stochastic_float` and `encode_floats` in one. Bits of a float
+// are linear in it between powers of two: above those of the code they are a rank, below it the fraction f of a gap that the
+// number has beyond. Below 2^emin gaps are the least.
+void stochastic_bytes(const float *x, int8_t *code, int64_t at, int64_t n, const Grid &grid, Bits &bits) {
+    const Gap least(grid.min_gap);
+    const int32_t shift = grid.shift, cut = 23 - shift, below = (1 << cut) - 1, bias = (grid.min_gap + shift - 1 + 127) * (1 << shift);
+    const float normal = least.gap * grid.top * 0.5f, inverse = least.inverse, unit = power_of_two(-cut);
+    const int32_t high = int32_t(as_bits(grid.high) >> cut) - bias;
+    with_bits(at, n, bits, nullptr, [=](int64_t i, auto part, F h, F) {
+        const F from = part.load(x + i), y = lesser(from, all(normal)) * inverse, ranks = whole(y);
+        const I under = from < normal, word = (I)from;
+        const F f = under ? y - ranks : floats(word & below) * unit;
+        const I rank = under ? integers(ranks) : (word >> cut) - bias;
+        const I near = f >= 0.5f;
+        const F r = f - one_where(near);
+        const I changes = h * (h - r) < 0.0f;  // to the neighbour on the other side
+        part.store(code + i, lesser(rank - (near ^ changes), I{} + high));  // a mask that is true is -1
+    });
+}
+
+// Rounds running means, and keeps them.
+void round_moments(const Stored &kept, const Source &source, int64_t begin, int64_t n, float *moments) {
+    const Grid &grid = kept.grid;
+    if (kept.codes.codes && kept.codes.bytes == 1 && grid.kind == Grid::kFloat) {
+        Bits bits(source, kMoment, Bits::kCentered, begin + n);
+        return stochastic_bytes(moments, static_cast<int8_t *>(kept.codes.codes) + begin, begin, n, grid, bits);
+    }
+    stochastic(Whole{moments}, moments, begin, n, grid, source, kMoment);
+    if (grid.kind == Grid::kNone)
+        lanes(n, [=](int64_t i, auto part) { part.store(moments + i, lesser(part.load(moments + i), all(kLargest))); });
+    write(kept, begin, n, moments);
 }
 
 // What of a step there is beside the weights, as constants of its loops.
@@ -80,11 +118,7 @@ void with_forces(K, const Step &s, const float *g, const float *theta, float *ce
         }
         body(i, part, force, K::gains ? 1.0f / (eps + root(v) * unscale) : F{});
     });
-    if (!K::gains || m.frozen) return;
-    stochastic(Whole{moments}, moments, begin, n, m.values.grid, s.source, kMoment);
-    if (m.values.grid.kind == Grid::kNone)
-        lanes(n, [=](int64_t i, auto part) { part.store(moments + i, lesser(part.load(moments + i), all(kLargest))); });
-    write(m.values, begin, n, moments);
+    if (K::gains && !m.frozen) round_moments(m.values, s.source, begin, n, moments);
 }
 
 // Draws Q(start + move, v) to out, which may be start, by the rounding of the step; move is overwritten. Rounding after the noise
@@ -111,7 +145,7 @@ void draw_masked(const Step &s, const float *start, float *move, float v, bool e
                  const Source &source, int64_t begin, int64_t n) {
     if (!each && !s.mask) return draw(s.rounding, start, move, Same{v}, out, noise, grid, source, begin, n);
     if (!each) lanes(n, [=](int64_t i, auto part) { part.store(spread + i, all(v)); });
-    if (s.mask) clear_fixed(s.mask, begin, n, move), clear_fixed(s.mask, begin, n, spread);
+    if (s.mask) clear_fixed(s.mask, begin, n, move, spread);
     draw(s.rounding, start, move, Each{spread}, out, noise, grid, source, begin, n);
 }
 

@@ -86,9 +86,13 @@ void make_step(TypedStep *self, const Buffer &theta, const Buffer &codes, const 
 // The numbers that a step keeps beside the weights, as Python hands them over: numbers or codes, and their grid.
 Stored stored(const char *name, const nb::tuple &kept, int64_t numel) {
     require(kept.size() == 5, name, " must be numbers, codes, exponents, bytes of a code and a grid");
-    const Grid &grid = nb::cast<const Grid &>(kept[4]);
-    check_lines(grid, numel);
-    return checked_stored(name, nb::cast<Buffer>(kept[0]), nb::cast<Buffer>(kept[1]), nb::cast<Buffer>(kept[2]), nb::cast<int>(kept[3]), numel, grid);
+    try {
+        const Grid &grid = nb::cast<const Grid &>(kept[4]);
+        check_lines(grid, numel);
+        return checked_stored(name, nb::cast<Buffer>(kept[0]), nb::cast<Buffer>(kept[1]), nb::cast<Buffer>(kept[2]), nb::cast<int>(kept[3]), numel, grid);
+    } catch (const std::bad_cast &) {
+        throw nb::type_error("what a step keeps must be numbers, codes, exponents, bytes of a code and a grid");
+    }
 }
 
 void set_center(TypedStep &t, const nb::tuple &kept, float pull) {

@@ -95,6 +95,12 @@ inline F settle(const Point &p, F s, I gaussian, F h, F xi) {
     return gaussian ? settle_gaussian(p, s, h, xi) : settle_discrete(p, s, h);
 }
 
+// The same where all that exceeds v_0 has room for Gaussian noise; most vectors have no lane that does not.
+inline F settle_mixed(const Point &p, F s, F h, F xi) {
+    const I gaussian = s > 0.25f;
+    return any(~gaussian) ? settle(p, s, gaussian, h, xi) : settle_gaussian(p, s, h, xi);
+}
+
 // Probabilities of n - below and n + above, with mean n + r and variance s: `outcomes` of laws.py where at most one of the two
 // distances is 2 and not 1. Then a division is by 2, 3 or 6.
 struct Outcomes {

@@ -42,6 +42,19 @@ def call_model(model: nn.Module, x: Any, forward: Forward | None = None) -> Any:
     except TypeError as error:
         _explain_arguments(model, args, kwargs, error)
         raise
+    except AttributeError as error:
+        _explain_kinds(args, kwargs, error)
+        raise
+
+
+def _explain_kinds(args: tuple[Any, ...], kwargs: dict[str, Any], error: AttributeError) -> None:
+    """Raise TypeError with the remedy if the batch holds anything else than tensors."""
+    if odd := {type(x).__name__ for x in (*args, *kwargs.values()) if not isinstance(x, Tensor) and x is not None}:
+        raise TypeError(
+            f"the batch gave the model a {' and a '.join(sorted(odd))}, which failed ({error}): a batch is a tensor, a tuple "
+            "of arguments or a dict of keyword arguments, with tensors in it; texts need a tokenizer (return_tensors='pt'), a "
+            "list of examples a collator"
+        ) from error
 
 
 def _explain_arguments(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], error: TypeError) -> None:

@@ -22,7 +22,7 @@ from ..sampling.update import quantize_for
 from .selection import Part
 from .settings import Settings
 
-__all__ = ["hold_still", "lend_model", "mean_square_distance"]
+__all__ = ["hold_still", "lend_model", "mean_square_distance", "own_format"]
 
 MEASURED = 2**17  # weights of a parameter that a distance is measured on: all of them would take memory
 
@@ -81,14 +81,16 @@ def _find_places(model: nn.Module, wanted: Mapping[int, str]) -> list[tuple[nn.M
 def _begin(name: str, p: Tensor, index: int, settings: Settings, chain: int) -> nn.Parameter:
     """Return the weights that a chain begins with: w*, rounded to its format with the bits that its sampler would take."""
     format = settings.packed
-    if format is None or _is_own_format(p, format):
+    if format is None or format_of(p) == format:
         return nn.Parameter(p.detach().clone())
     if isinstance(p, QTensor):
-        raise ValueError(f"{name!r} is packed as {p.format}, not {format}; leave weights out, or unpack(model) first")
+        raise ValueError(
+            f"{name!r} is packed as {p.format}, not {format}; give weights={str(p.format)!r}, or unpack(model) first"
+        )
     try:
         check_holds(p.dtype, format)
     except (TypeError, ValueError) as error:
-        raise type(error)(f"{name!r}: {error}") from None
+        raise type(error)(f"{name!r}: {error}; or give weights=None for the model's own dtype") from None
     if not bool(p.isfinite().all()):
         raise ValueError(f"{name!r} holds an infinity or a NaN; a chain must begin at finite weights")
     key = parameter_key(settings.seed, chain, index, 0)
@@ -97,10 +99,15 @@ def _begin(name: str, p: Tensor, index: int, settings: Settings, chain: int) -> 
         return nn.Parameter(encode_rounded(rounded, format))
 
 
-def _is_own_format(p: Tensor, format: Format) -> bool:
-    if isinstance(p, QTensor):
-        return p.format == format
-    return {torch.bfloat16: BF16, torch.float16: FP16}.get(p.dtype) == format
+def format_of(p: Tensor) -> Format | None:
+    """Return the low-precision format that a parameter has already, packed or by its dtype; None for full precision."""
+    return p.format if isinstance(p, QTensor) else {torch.bfloat16: BF16, torch.float16: FP16}.get(p.dtype)
+
+
+def own_format(model: nn.Module) -> Format | None:
+    """Return the format that all moving parameters of a model share; None if there are several, or full precision."""
+    found = {format_of(p) for p in model.parameters() if p.requires_grad}
+    return found.pop() if len(found) == 1 else None
 
 
 def mean_square_distance(model: nn.Module, users: Mapping[str, Tensor], part: Part) -> float:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,12 @@ from ..sampling.preconditioner import RMS
 from ..storage import files
 from ..storage.tensor_file import view_memory
 from .baseline import measure_baseline
-from .borrowing import hold_still
+from .borrowing import hold_still, own_format
 from .chain import Job, defer_interrupt, run_chain
 from .data import count_data
 from .folder import Record, RunFolder
 from .judging import ChainLeftError
-from .losses import Loss, Observables, read_observables, token_losses
+from .losses import Loss, Observables, read_loss, read_observables
 from .result import LLC
 from .selection import Masks, Part, select_parts
 from .settings import Settings, default_nbeta, read_sampler, read_weights
@@ -92,10 +93,10 @@ def llc(
         seed: of all random bits.
         progress: called with the number of steps just taken.
     """
-    loss, settings = loss or token_losses, _read_settings(locals())
+    loss, settings = read_loss(loss), _read_settings(locals())
     parts, named = select_parts(model, masks), dict(model.named_parameters())
     observed = read_observables(observables, loss)
-    with join() as ranks, hold_still(model):
+    with join() as ranks, hold_still(model), torch.inference_mode(False), torch.enable_grad():
         folder = _open_folder(store, settings, parts, named, keep_weights, ranks)
         baseline = measure_baseline(model, loader, loss, init_batches)
         job = Job(model, loader, loss, settings, baseline, observed, keep_weights)
@@ -109,6 +110,7 @@ def llc(
     return results[parts[0].name]
 
 
+@torch.inference_mode(False)
 def _read_settings(given: Mapping[str, Any]) -> Settings:
     n = given["num_data"] if given["num_data"] is not None else count_data(given["loader"])
     check_integer("num_data", n, 1)
@@ -120,9 +122,10 @@ def _read_settings(given: Mapping[str, Any]) -> Settings:
         check_integer("init_batches", given["init_batches"], 1)
     if given["keep_weights"] and given["store"] is None:
         raise ValueError("keep_weights=True needs a store to keep them in")
+    weights = own_format(given["model"]) if given["weights"] is None else given["weights"]
     same = {name: given[name] for name in ("lr", "localization", "friction", "box", "chains", "draws", "steps_between")}
     settings = Settings(
-        nbeta=float(nbeta), num_data=n, weights=read_weights(given["weights"]), sampler=method,
+        nbeta=float(nbeta), num_data=n, weights=read_weights(weights), sampler=method,
         preconditioner=preconditioner, burn_in=burn_in, seed=given["seed"], **same,
     )  # fmt: skip
     settings.make_sampler([torch.zeros(1, requires_grad=True)])  # refuses what it cannot do before anything runs
@@ -165,7 +168,8 @@ def _run_chains(
         place = None if folder is None else folder.chain(i, chain)
         record = None if place is None else place.read()
         if record is None and number % ranks.size == ranks.rank:
-            record = run_chain(job, parts[i], chain, place, interrupted, progress)
+            with _keep_finished(found, parts):
+                record = run_chain(job, parts[i], chain, place, interrupted, progress)
         elif record is not None:
             progress(record.done)
             if record.failed is not None:
@@ -176,6 +180,16 @@ def _run_chains(
         ranks.wait(patient=True)
         found |= {key: r for key in todo if key not in found and (r := folder.chain(*key).read()) is not None}
     return [[found[i, chain] for chain in range(job.settings.chains)] for i in range(len(parts))]
+
+
+@contextmanager
+def _keep_finished(found: Mapping[tuple[int, int], Record], parts: Sequence[Part]) -> Iterator[None]:
+    """Give a `ChainLeftError` the losses of the chains that have ended."""
+    try:
+        yield
+    except ChainLeftError as error:
+        error.finished = {(parts[i].name, chain): record.losses.numpy() for (i, chain), record in found.items()}
+        raise
 
 
 def _make_result(job: Job, part: Part, records: Sequence[Record], named: Mapping[str, Tensor]) -> LLC:

@@ -26,12 +26,14 @@ LESS_LR = "take a smaller lr or a larger localization"
 class ChainLeftError(FloatingPointError):
     """A chain that is not near w* any more: its loss is not finite, or it has left the neighbourhood.
 
-    ``losses`` are those of its steps so far. With a store they are also on the disk.
+    ``losses`` are those of its steps so far, ``finished`` those of the chains that had ended, by part and chain. With a store
+    they are also on the disk.
     """
 
     def __init__(self, message: str, losses: npt.NDArray[np.float64] | None = None) -> None:
         super().__init__(message)
         self.losses = losses
+        self.finished: dict[tuple[str, int], npt.NDArray[np.float64]] = {}
 
 
 def check_losses(excess: Sequence[float], settings: Settings, size: int, chain: int, step: int) -> None:
@@ -52,7 +54,7 @@ def check_distance(distance: float, settings: Settings, chain: int, step: int) -
         raise ChainLeftError(
             f"chain {chain} has left the neighbourhood of w* by step {step}: weights are {math.sqrt(distance):.3g} away from it "
             f"on average, and localization={settings.localization:g} should keep them within "
-            f"{settings.localization**-0.5:.3g}; {LESS_LR}, or weights in a finer format than {settings.weights or 'fp32'}"
+            f"{settings.localization**-0.5:.3g}; {LESS_LR}, or weights in a finer format than {settings.format_name}"
         )
 
 
@@ -70,7 +72,7 @@ def make_remarks(
     if mean - 4 * error > size / 2:
         found.append(
             f"the learning coefficient is {mean:.4g} ± {error:.2g}, above {size / 2:g}, the largest that {size} weights can "
-            f"have: {LESS_LR}, or a finer format than {settings.weights or 'fp32'}"
+            f"have: {LESS_LR}, or a finer format than {settings.format_name}"
         )
     if r_hat > MOST_R_HAT:
         found.append(f"R-hat is {r_hat:.3g}: the chains do not agree; take more draws, or a longer burn_in")

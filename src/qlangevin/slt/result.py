@@ -33,7 +33,9 @@ class LLC(Traces):
         about = (
             f"{len(self.losses)} chains of {s.draws * s.steps_between} steps after {s.burn_in}, R-hat {self.r_hat:.3f}"
         )
-        return f"LLC of {self.name}: {self.mean:.4g} ± {self.stderr:.2g} ({self.size} weights, {s.weights or 'fp32'}, {about})"
+        return (
+            f"LLC of {self.name}: {self.mean:.4g} ± {self.stderr:.2g} ({self.size} weights, {s.format_name}, {about})"
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Return the estimate without traces and observables, in JSON's types."""

@@ -42,6 +42,10 @@ def select_parts(model: nn.Module, masks: Masks | None) -> list[Part]:
     params = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not params:
         raise ValueError("the model has no parameters that require gradients; call model.requires_grad_(True)")
+    for name, p in params.items():
+        if p.is_meta or p.is_inference():
+            kind = "is on the meta device" if p.is_meta else "was made in inference mode"
+            raise ValueError(f"{name!r} {kind}, and cannot move; make or load the model with weights of its own")
     if masks is None:
         return [Part(FULL, dict.fromkeys(params))]
     if not isinstance(masks, Mapping) or not masks:

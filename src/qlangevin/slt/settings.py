@@ -90,6 +90,11 @@ class Settings:
         """The format that weights are packed in; None if they keep the dtype of the model."""
         return None if self.weights is None else parse(self.weights)
 
+    @property
+    def format_name(self) -> str:
+        """The format of the chains' weights, for messages."""
+        return self.weights or "full precision"
+
     def sampler_options(self) -> dict[str, Any]:
         """Return the settings in the units of `SGLD`: lr, num_data, temperature and localization, and what goes with them."""
         options: dict[str, Any] = {

@@ -32,7 +32,7 @@ def _opening(parts: Sequence[LLC], remarks: Sequence[str]) -> tuple[Block, ...]:
     s = parts[0].settings
     text = (
         f"nβ (E[L(w)] - L(w*)) with lr = {s.lr:g}, nβ = {s.nbeta:.6g}, localization {s.localization:g}, {s.sampler} in "
-        f"{s.weights or 'the dtype of the model'}; {s.chains} chains of {s.draws * s.steps_between} steps after a burn-in of "
+        f"{s.format_name}; {s.chains} chains of {s.draws * s.steps_between} steps after a burn-in of "
         f"{s.burn_in}, seed {s.seed}. Errors are Monte Carlo standard errors."
     )
     rows = tuple(

@@ -1,0 +1,8 @@
+"""What users would pick instead of sampling in 8 bits: rounded networks, ensembles and SWAG, scored alike.
+
+    python -m benchmarks.alternatives mnist-mlp --data-dir DIR [--seeds 0 1 2] [--out FOLDER] [--option epochs=5 ...]
+
+Rows (`rows`), each a store of samples (`stores`), all scored on the test set by the same code: error, NLL and ECE of the average,
+AUROC against data of another kind, bytes on disk of all samples, and gradient steps. Nothing is tuned on test data: settings
+are the experiment's own, those of methods it does not have are in `rows`. Everything is resumed where it was interrupted.
+"""

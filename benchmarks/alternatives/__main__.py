@@ -1,0 +1,116 @@
+"""Make all rows with all seeds, score them, and print a table. See the package."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+import torch
+
+import qlangevin as ql
+from qlangevin.experiments.chain import build_network
+from qlangevin.experiments.data import DatasetName, load_dataset, make_loader
+from qlangevin.experiments.presets import EXPERIMENTS, Experiment
+from qlangevin.experiments.score import TEST_BATCH, score
+from qlangevin.prediction import metrics
+
+from .rows import ROWS, Made, Work, read
+
+OUTSIDE: dict[str, DatasetName] = {"mnist-mlp": "fashion-mnist", "mnist-logistic": "fashion-mnist"}
+COLUMNS = {"error": 100.0, "nll": 1.0, "ece": 100.0, "auroc": 1.0}
+
+
+def score_row(work: Work, made: Made, data_dir: Path | None) -> dict[str, float]:
+    """Score the average over the samples of all stores of a row."""
+    model = build_network(work.config, work.data)
+    posterior = ql.Posterior.open(made.folders, model)
+    batches = make_loader(work.data.test, TEST_BATCH, shuffle=False)
+    scored = score(posterior, batches, lambda *_: None)
+    found = {name: scored["scores"][name] for name in ("error", "nll", "ece")}
+    if outside := OUTSIDE.get(work.config.name):
+        other = load_dataset(outside, data_dir, limit_test=work.config.limit_test, augment=False).test
+        loaders = [make_loader(examples, TEST_BATCH, shuffle=False) for examples in (work.data.test, other)]
+        found["auroc"] = metrics.ood(*(posterior.uncertainty_loader(b, progress=False) for b in loaders))["entropy"]
+    nbytes = sum(ql.SampleStore.open(folder).nbytes for folder in made.folders)
+    return {**found, "bytes": nbytes, "samples": len(posterior), "steps": made.steps}
+
+
+def with_error(values: list[float], factor: float) -> str:
+    """Write a mean, with the standard error over the seeds."""
+    values = [factor * v for v in values]
+    error = f" ± {stdev(values) / len(values) ** 0.5:.2g}" if len(values) > 1 else ""
+    return f"{mean(values):.4g}{error}"
+
+
+def table(found: dict[str, dict[str, dict[str, float]]]) -> str:
+    """Return a table in Markdown, the least NLL first."""
+    first = next(iter(next(iter(found.values())).values()))
+    columns = [name for name in COLUMNS if name in first]
+    names = {"error": "error, %", "nll": "NLL", "ece": "ECE, %", "auroc": "AUROC"}
+    lines = [
+        "| | " + " | ".join(names[c] for c in columns) + " | samples | kB | gradient steps |",
+        "|---" * (len(columns) + 4) + "|",
+    ]
+    for row, seeds in sorted(found.items(), key=lambda item: mean(s["nll"] for s in item[1].values())):
+        each = list(seeds.values())
+        cells = [with_error([s[c] for s in each], COLUMNS[c]) for c in columns]
+        cells += [f"{each[0]['samples']}", f"{each[0]['bytes'] / 1000:,.0f}", f"{each[0]['steps']:,}"]
+        lines.append(f"| {row} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def parse_options(given: list[str], preset: type[Experiment]) -> dict[str, Any]:
+    """Return settings of the experiment from words such as epochs=5."""
+    options = {}
+    for word in given:
+        name, _, value = word.partition("=")
+        if name not in preset.__dataclass_fields__ or not value:
+            sys.exit(f"alternatives: --option {word} is not a setting of {preset.name}, such as epochs=5")
+        options[name] = json.loads(value)
+    return options
+
+
+def main() -> None:
+    """Run and print."""
+    torch.set_num_threads(1)
+    parser = argparse.ArgumentParser(prog="alternatives", description=__doc__)
+    parser.add_argument("experiment", choices=sorted(EXPERIMENTS))
+    parser.add_argument("--data-dir", type=Path)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--rows", nargs="+", default=list(ROWS), choices=list(ROWS), metavar="ROW")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--option", nargs="+", default=[], metavar="NAME=VALUE", help="settings of the experiment")
+    given = parser.parse_args()
+    preset = EXPERIMENTS[given.experiment]
+    options = {"temperature": 0.001} | parse_options(given.option, preset)
+    out = given.out or Path("results") / "alternatives" / given.experiment
+    out.mkdir(parents=True, exist_ok=True)
+    config = preset(method="sgdfp", **options)
+    data = config.load_data(given.data_dir)
+    kept = read(out / "scores.json")
+    rows: dict[str, dict[str, dict[str, float]]] = kept.get("rows", {})
+    for seed in given.seeds:
+        work = Work(replace(config, seed=seed), data, out)
+        for row in given.rows:
+            if str(seed) in rows.get(row, {}):
+                continue
+            began = time.monotonic()
+            rows.setdefault(row, {})[str(seed)] = score_row(work, ROWS[row](work), given.data_dir)
+            print(f"{row}, seed {seed}: {rows[row][str(seed)]} in {time.monotonic() - began:.0f} s", flush=True)
+            machine = {"python": platform.python_version(), "torch": torch.__version__, "library": ql.__version__}
+            command = f"python -m benchmarks.alternatives {given.experiment} --seeds {' '.join(map(str, given.seeds))}"
+            command += f" --option {' '.join(given.option)}" if given.option else ""
+            text = {"command": command, "machine": machine, "settings": config.to_json(), "rows": rows}
+            (out / "scores.json").write_text(json.dumps(text, indent=1))
+    print(table(rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,177 @@
+"""The methods that are compared, as functions that make their stores. Settings that the experiment does not have are here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import qlangevin as ql
+from qlangevin.experiments.chain import Chain, build_network, prepare_chain, train_chain
+from qlangevin.experiments.data import Data
+from qlangevin.experiments.methods import MethodName
+from qlangevin.experiments.presets import Experiment
+from qlangevin.experiments.processes import ignore_progress
+from qlangevin.quantization.formats import parse
+
+from . import stores
+
+MEMBERS = 5  # of a deep ensemble
+COPIES = 20  # of one network, rounded stochastically
+FEW_BITS = "bfp5"  # ensembles of rounded copies are usually made with fewer bits, where copies differ
+SWAG_SHARE = 0.25  # of the epochs, after those of SGD
+RMS_LR, SGHMC_LR, FRICTION = 0.02, 5.0, 0.1  # times SGLD's lr
+
+
+@dataclass(frozen=True)
+class Made:
+    """Stores of one method, and what they took."""
+
+    folders: list[Path]
+    steps: int
+    format: str | None = None  # of the weights as they are kept
+
+
+@dataclass(frozen=True)
+class Work:
+    """An experiment with one seed, its data, and where to put stores."""
+
+    config: Experiment
+    data: Data
+    out: Path
+
+    def folder(self, name: str) -> Path:
+        return self.out / f"{name}-seed{self.config.seed}"
+
+    def chain(self, method: MethodName, format: str | None = None, **changes: Any) -> Made:
+        """Run a chain of one of the paper's methods, or the rest of it."""
+        config = replace(self.config, method=method, format=format, **changes)
+        name = f"{method}-{(format or 'fp32').replace('/', '_')}-seed{config.seed}"
+        chain = prepare_chain(config, self.data)
+        train_chain(chain, self.out / name, ignore_progress)
+        return Made([self.out / name], chain.schedule.total_steps, format)
+
+    @property
+    def low(self) -> str:
+        return "bfp8/tensor" if self.config.name == "imdb" else "bfp8"
+
+
+def sgd(work: Work) -> Made:
+    return work.chain("sgdfp")
+
+
+def nearest(work: Work) -> Made:
+    """One network rounded to 8 bits after training."""
+    return _copies(work, "nearest", "bfp8", 1)
+
+
+def copies(work: Work) -> Made:
+    return _copies(work, "stochastic", "bfp8", COPIES)
+
+
+def copies_in_few_bits(work: Work) -> Made:
+    return _copies(work, "stochastic", FEW_BITS, COPIES)
+
+
+def _copies(work: Work, rounding: Any, format: str, count: int) -> Made:
+    trained = sgd(work)
+    model = build_network(work.config, work.data)
+    weights = stores.last(trained.folders[0])
+    members = (stores.rounded(weights, model, format, rounding, seed) for seed in range(count))
+    # A sample is stored in whole bytes, so that numbers of fewer bits are kept in 8, on which grid they are too.
+    folder = stores.write(work.folder(f"{rounding}-{format}"), model, members, "bfp8")
+    return Made([folder], trained.steps, "bfp8")
+
+
+def ensemble(work: Work) -> Made:
+    """Networks of SGD from weights of their own; those of different seeds share none."""
+    first = work.config.seed * MEMBERS
+    made = [replace_seed(work, 100 + first + i).chain("sgdfp") for i in range(MEMBERS)]
+    return Made([m.folders[0] for m in made], sum(m.steps for m in made))
+
+
+def replace_seed(work: Work, seed: int) -> Work:
+    return replace(work, config=replace(work.config, seed=seed))
+
+
+def swag(work: Work) -> Made:
+    """SGD goes on with a constant learning rate, and leaves snapshots."""
+    trained = sgd(work)
+    epochs = max(1, round(work.config.epochs * SWAG_SHARE))
+    config = replace(work.config, method="sgdfp", format=None, epochs=epochs)
+    chain = prepare_chain(config, work.data, trained.folders[0])
+    schedule = ql.ConstantLR(chain.sampler, chain.schedule.total_steps, stores.SNAPSHOTS, burn_in=0.0)
+    folder = work.folder("swag-snapshots")
+    train_chain(replace(chain, schedule=schedule), folder, ignore_progress)
+    snapshots = [dict(sample.decode()) for sample in ql.SampleStore.open(folder)]
+    model = build_network(config, work.data)
+    draws = stores.write(work.folder("swag"), model, stores.swag(snapshots, config.seed), None)
+    return Made([draws], trained.steps + chain.schedule.total_steps)
+
+
+def sgld(work: Work) -> Made:
+    return work.chain("sgldfp")
+
+
+def corrected(work: Work) -> Made:
+    return work.chain("vc-sgldlp-l", work.low)
+
+
+def cyclical(work: Work) -> Made:
+    return work.chain("vc-csgldlp-l", work.low)
+
+
+def rms(work: Work) -> Made:
+    """SGLD with gains that are frozen in the middle of burn-in."""
+
+    def make(chain: Chain, settings: dict[str, Any]) -> Any:
+        frozen = ql.RMS(freeze_after=max(1, int(chain.schedule.total_steps * work.config.burn_in / 2)))
+        settings["lr"] *= RMS_LR
+        return ql.SGLD(chain.model.parameters(), **settings, preconditioner=frozen)
+
+    return _with_sampler(work, "rms", make)
+
+
+def sghmc(work: Work) -> Made:
+    def make(chain: Chain, settings: dict[str, Any]) -> Any:
+        settings["lr"] *= SGHMC_LR
+        return ql.SGHMC(chain.model.parameters(), **settings, friction=FRICTION, integrator="splitting")
+
+    return _with_sampler(work, "sghmc", make)
+
+
+def _with_sampler(work: Work, name: str, make: Callable[[Chain, dict[str, Any]], Any]) -> Made:
+    """Run the chain of VC SGLDLP-L with another sampler."""
+    config = replace(work.config, method="vc-sgldlp-l", format=work.low)
+    chain = prepare_chain(config, work.data)
+    settings = {
+        "lr": config.first_lr, "num_data": len(work.data.train), "temperature": config.temperature,
+        "weight_decay": config.weight_decay, "weights": work.low, "gradients": str(parse(work.low)), "seed": config.seed,
+    }  # fmt: skip
+    sampler = make(chain, settings)
+    schedule = config.schedule(sampler, chain.schedule.total_steps)
+    folder = work.folder(name)
+    train_chain(replace(chain, sampler=sampler, schedule=schedule), folder, ignore_progress)
+    return Made([folder], schedule.total_steps, work.low)
+
+
+ROWS: dict[str, Callable[[Work], Made]] = {
+    "SGD": sgd,
+    "SGD, rounded to bfp8 after training": nearest,
+    f"{COPIES} copies of it rounded stochastically to bfp8 (LPE-BSR)": copies,
+    f"{COPIES} copies of it rounded stochastically to {FEW_BITS} (LPE-BSR)": copies_in_few_bits,
+    f"deep ensemble of {MEMBERS}": ensemble,
+    "SWAG": swag,
+    "SGLD in float32": sgld,
+    "VC SGLDLP-L, 8 bits": corrected,
+    "VC cSGLDLP-L, 8 bits": cyclical,
+    "VC SGLDLP-L with RMS gains, 8 bits": rms,
+    "VC SGHMC, splitting, 8 bits": sghmc,
+}
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Return scores that were computed before."""
+    return json.loads(path.read_text()) if path.exists() else {}

@@ -1,0 +1,1 @@
+"""Programs that make the site: hooks of mkdocs, and the executed tutorials."""
