@@ -16,9 +16,9 @@ from . import bands, digits, images, methods, reference, regression, scores
 
 __all__ = ["DemoResult", "DemoSettings", "run_demo"]
 
-FEATURES = regression.Schedule(chains=128, alpha=2e-4, steps=9000)
-NETWORK = regression.Schedule(chains=64, alpha=2e-4, steps=6000)
-GAUSSIAN = gaussian.GaussianSettings(stepsizes=(3e-4,), chains=500)
+FEATURES = regression.Schedule(chains=128, alpha=2e-4, steps=8000)
+NETWORK = regression.Schedule(chains=32, alpha=1e-4, steps=6000)
+GAUSSIAN = gaussian.GaussianSettings(stepsizes=(1e-3,), chains=1000)
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,7 @@ class Part:
 
 PARTS = (
     *(Part("sample_digits", (settings,), 5.0) for settings in digits.CHOSEN),
-    *(Part("sample_network", (method,), 4.0) for method in methods.SAMPLERS),
-    *(Part("sample_features", (method,), 2.5) for method in methods.SAMPLERS),
+    *(Part("sample_regression", (method,), 6.5) for method in methods.SAMPLERS),
     Part("sample_gaussian", (), 4.0),
 )
 
@@ -75,9 +74,8 @@ def run_demo(settings: DemoSettings, progress: Progress = ignore_progress) -> De
         by_kind.setdefault(part.function, []).append(value)
     scored = tuple(s for several in by_kind["sample_digits"] for s in several)
     law = by_kind["sample_gaussian"][0]
-    made = DemoResult(
-        law, tuple(by_kind["sample_features"]), tuple(by_kind["sample_network"]), scored, settings.out / "index.html"
-    )
+    features, network = zip(*by_kind["sample_regression"], strict=True)
+    made = DemoResult(law, features, network, scored, settings.out / "index.html")
     progress("drawing", 0.0)
     write_demo(made)
     return made
@@ -101,7 +99,7 @@ def _run_parts(jobs: int, progress: Progress) -> list[Any]:
 def run_part(part: Part, progress: Progress) -> bytes:
     """Run one part; as bytes, because tensors would be sent as shared memory, which ends with its process."""
     functions: dict[str, Callable[..., Any]] = {
-        f.__name__: f for f in (sample_digits, sample_network, sample_features, sample_gaussian)
+        f.__name__: f for f in (sample_digits, sample_regression, sample_gaussian)
     }
     return pickle.dumps(functions[part.function](*part.arguments, progress))
 
@@ -111,17 +109,16 @@ def sample_gaussian(progress: Progress) -> gaussian.GaussianResult:
     return gaussian.run_gaussian(GAUSSIAN, lambda label, steps: progress(label, steps / GAUSSIAN.total_steps))
 
 
-def sample_features(method: methods.Method, progress: Progress) -> bands.Band:
-    """Sample the linear model and compare it with its exact posterior."""
-    model = regression.Features(*regression.make_data())
-    sampled = regression.sample(model, method, FEATURES, progress)
-    return bands.compare_with_exact(sampled, *model.exact(regression.GRID))
-
-
-def sample_network(method: methods.Method, progress: Progress) -> bands.Band:
-    """Sample the small network and compare it with HMC."""
-    sampled = regression.sample(regression.Network(*regression.make_data()), method, NETWORK, progress)
-    return bands.compare_with_reference(sampled, reference.load_reference())
+def sample_regression(method: methods.Method, progress: Progress) -> tuple[bands.Band, bands.Band]:
+    """Sample the linear model and compare it with its exact posterior, then the network, with HMC."""
+    data = regression.make_data()
+    model = regression.Features(*data)
+    sampled = regression.sample(model, method, FEATURES, lambda label, share: progress(label, 0.4 * share))
+    features = bands.compare_with_exact(sampled, *model.exact(regression.GRID))
+    sampled = regression.sample(
+        regression.Network(*data), method, NETWORK, lambda label, share: progress(label, 0.6 * share)
+    )
+    return features, bands.compare_with_reference(sampled, reference.load_reference())
 
 
 def sample_digits(settings: digits.DigitSettings, progress: Progress) -> list[scores.Scored]:
