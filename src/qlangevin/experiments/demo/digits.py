@@ -36,7 +36,7 @@ class DigitSettings:
     weight_decay: float
     temperature: float
     lr: float = 0.5
-    steps: int = 5000
+    steps: int = 3000
 
     @property
     def samples(self) -> bool:
@@ -45,10 +45,10 @@ class DigitSettings:
 
 
 CHOSEN = (
-    DigitSettings("SGD, FP32", FULL, 1e-3, 0.0),
-    DigitSettings("SGHMC, FP32", FULL, 1e-3, 0.1),
-    DigitSettings("SGHMC, naive 8-bit", NAIVE, 1e-3, 0.1),
-    DigitSettings("SGHMC, corrected 8-bit", CORRECTED, 1e-3, 0.1),
+    DigitSettings("SGD, FP32", FULL, 3e-4, 0.0),
+    DigitSettings("SGHMC, FP32", FULL, 3e-4, 0.3),
+    DigitSettings("SGHMC, naive 8-bit", NAIVE, 3e-4, 0.1),
+    DigitSettings("SGHMC, corrected 8-bit", CORRECTED, 3e-4, 0.1),
 )
 
 

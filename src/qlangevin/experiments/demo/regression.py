@@ -24,10 +24,9 @@ from ...sampling.sgld import SGLD
 from ..processes import Progress
 from .methods import Method
 
-__all__ = ["FORMAT", "GRID", "NOISE", "Features", "Network", "Sampled", "Schedule", "make_data", "sample"]
+__all__ = ["GRID", "NOISE", "Features", "Network", "Sampled", "Schedule", "make_data", "sample"]
 
 NOISE = 0.15
-FORMAT = "fixed8.3"
 RECORDS = 40  # of each chain, after burn-in
 GRID = torch.linspace(-2.5, 2.5, 101, device="cpu")
 
@@ -44,7 +43,7 @@ def make_data() -> tuple[Tensor, Tensor]:
 class Features:
     """A linear model on fixed random features, with its exact posterior."""
 
-    name, size = "random features", 40
+    name, format, size = "random features", "fixed8.3", 40
 
     def __init__(self, x: Tensor, y: Tensor) -> None:
         self.frequencies = 1.6 * random.normal(Key(13), self.size).double()
@@ -75,7 +74,7 @@ class Features:
 class Network:
     """A network with one hidden layer: f(x) = S Σ w_j tanh(u_j x + 1.5 b_j) with S = 1.5/√H; its weights are rows (w, u, b)."""
 
-    name, hidden = "network", 20
+    name, format, hidden = "network", "fixed8.4", 20
     size = 3 * hidden
 
     def __init__(self, x: Tensor, y: Tensor) -> None:
@@ -128,7 +127,7 @@ def sample(model: Features | Network, method: Method, schedule: Schedule, progre
     """Run all chains with one method. ``progress`` receives the share of the steps just taken."""
     n, steps = len(model.x), schedule.steps
     weights = torch.nn.Parameter(random.normal(Key(15), schedule.chains * model.size).view(schedule.chains, -1))
-    low = FORMAT if method.low_precision else None
+    low = model.format if method.low_precision else None
     sampler = SGLD([weights], lr=schedule.alpha * n, num_data=n, weights=low, rounding=method.rounding, seed=16)
     every, tick, kept = max(1, steps // 3 // RECORDS), max(1, steps // 50), []
     with torch.no_grad():

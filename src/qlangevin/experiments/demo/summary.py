@@ -80,7 +80,9 @@ def sentences(law: GaussianResult, features: Sequence[Band], digits: Sequence[Sc
     """Return the summary: what goes wrong, what the correction costs and keeps, what a posterior adds to one network."""
     _, naive, corrected = features
     variance = {row.method: row.variance for row in law.rows}
-    single, full, ours = digits[0], digits[2], digits[-1]
+    single, full, rounded, ours = digits[0], *digits[-3:]
+    heat = [f"{s.run.settings.temperature:g}" for s in (ours, full)]
+    heats = "" if heat[0] == heat[1] else f" (at the temperatures that validation chose, {heat[0]} and {heat[1]})"
     first = (
         f"Rounding each step of SGLD to 8 bits makes its uncertainty {naive.width:.1f} times too wide (regression, exact answer "
         f"known; the variance of a Gaussian becomes {variance['naive SGLDLP-L']:.1f} instead of 1), and the corrected rounding "
@@ -88,7 +90,8 @@ def sentences(law: GaussianResult, features: Sequence[Band], digits: Sequence[Sc
     )
     second = (
         f"On digits, corrected 8-bit SGHMC trains in {ours.run.training_bytes:.1f} bytes a weight instead of "
-        f"{full.run.training_bytes:.0f}, and compared with FP32 its {_describe(_verdicts(ours, full))}."
+        f"{full.run.training_bytes:.0f}, and compared with FP32{heats} its {_describe(_verdicts(ours, full))}; compared with "
+        f"naive rounding in the same format, its {_describe(_verdicts(ours, rounded))}."
     )
     third = (
         f"Compared with one SGD network, its {_describe(_verdicts(ours, single))}; it stores "
