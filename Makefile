@@ -11,7 +11,7 @@ INSTALLED = pyproject.toml CMakeLists.txt src/qlangevin/_version.py \
 .DELETE_ON_ERROR:
 
 help:
-	@echo 'make demo       the paper in a minute: a table, and a report in results/demo/index.html'
+	@echo 'make demo       uncertainty in 8 bits, in a minute: tables, and a page in results/demo/index.html'
 	@echo 'make check      lint, types and the quick tests, in two minutes'
 	@echo 'make test       lint, types and all tests'
 	@echo 'make test-ecosystem  the tests with transformers, peft, accelerate and Lightning, which it installs'

@@ -1,21 +1,27 @@
-"""A progress bar on standard error, shown only on a terminal."""
+"""Progress on standard error: a bar on a terminal; elsewhere nothing, or a line every few seconds."""
 
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 __all__ = ["progress_bar"]
 
+SECONDS = 3.0  # between lines
+
 
 @contextmanager
 def progress_bar(
-    total: float | None, label: str = "starting", shown: bool = True
+    total: float | None, label: str = "starting", shown: bool = True, lines: bool = False
 ) -> Iterator[Callable[[str, float], None]]:
-    """Yield a function (label, steps) that sets the label and advances the bar; it does nothing if no bar is shown."""
+    """Yield a function (label, steps) that sets the label and advances the bar; it does nothing if no bar is shown.
+
+    With ``lines`` it prints a line every few seconds where standard error is not a terminal.
+    """
     if not shown or not sys.stderr.isatty():
-        yield lambda label, steps: None
+        yield _Lines(total) if shown and lines else lambda label, steps: None
         return
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -25,3 +31,18 @@ def progress_bar(
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task(label, total=total)
         yield lambda label, steps: progress.update(task, description=label, advance=steps)
+
+
+class _Lines:
+    """Progress as lines: seconds, per cent and label."""
+
+    def __init__(self, total: float | None) -> None:
+        self.total, self.done, self.began, self.last = total, 0.0, time.monotonic(), -SECONDS
+
+    def __call__(self, label: str, steps: float) -> None:
+        self.done += steps
+        now = time.monotonic() - self.began
+        if label and now - self.last >= SECONDS:
+            share = f"{min(1.0, self.done / self.total):4.0%} " if self.total else ""
+            print(f"{now:4.0f} s {share} {label}", file=sys.stderr, flush=True)
+            self.last = now

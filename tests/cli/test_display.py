@@ -16,7 +16,7 @@ def test_numbers_are_never_cut_short(
 ) -> None:
     monkeypatch.setattr(display, "console", lambda: Console(width=width))
     result = made_up("imdb", "naive-sgldlp-l", "bfp8/tensor", seconds={"train": 12345.6, "evaluate": 1.0})
-    display.print_tables(display.scores_table("imdb", [result]), display.means_table("imdb", [result]))
+    display.print_tables(display.scores_table("imdb", [result]))
     display.print_tables(
         display.evaluation_table([{**result, "runs": ["a"], "ood": {"entropy": 0.5, "mutual_information": 0.25}}])
     )

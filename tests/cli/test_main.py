@@ -39,7 +39,7 @@ def test_version_and_help_import_no_heavy_libraries(command: str, heavy: set[str
     ("command", "options"),
     [
         ("", "demo run sweep evaluate report bound bench --version"),
-        ("demo", "--out --seeds --jobs --json"),
+        ("demo", "--out --jobs --json"),
         ("run", "gaussian digits mnist-logistic mnist-mlp cifar10 cifar100 imdb imagenet"),
         ("run gaussian", "--stepsizes --format --chains --steps --full --seed --out --json"),
         (

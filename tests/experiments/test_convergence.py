@@ -9,11 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from qlangevin.cli import display
 from qlangevin.cli.main import main
-from qlangevin.experiments import demo
 from qlangevin.experiments.convergence import MAX_R_HAT, convergence, describe_non_convergence, warn_of_non_convergence
-from qlangevin.experiments.gaussian import GaussianResult
 from qlangevin.experiments.presets import Digits
 from qlangevin.experiments.report import sections, write_report
 from qlangevin.experiments.report.looks import Image
@@ -132,13 +129,3 @@ def test_a_report_says_so_as_page_and_as_text(
     assert json.loads(capsys.readouterr().out)["not_converged"] == ONE
     write_report([made_up()], tmp_path / "good")
     assert "has not converged" not in (tmp_path / "good/report.md").read_text(encoding="utf-8")
-
-
-def test_the_demo_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    made = demo.DemoResult(GaussianResult(demo.DemoSettings().gaussian, torch.zeros(0), (), ()), [unmixed()], tmp_path)
-    monkeypatch.setattr(demo, "run_demo", lambda settings, progress: made)
-    monkeypatch.setattr(display, "gaussian_table", lambda result: display.means_table("Gaussian", []))
-    assert main(["demo"]) == 0
-    out = capsys.readouterr().out
-    assert ONE in out.splitlines()
-    assert "2.10" in out

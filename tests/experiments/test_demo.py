@@ -1,105 +1,127 @@
-"""The demo: one page with the lead picture first, from runs that are done once."""
+"""The demo: exact answers it is compared with, its verdicts, one page with the tables first."""
 
 import json
-import re
-from collections.abc import Sequence
+import math
+import subprocess
+import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from qlangevin.cli.main import main
-from qlangevin.experiments import demo, gaussian, report, run, sweep
-from qlangevin.experiments.methods import METHODS, MethodName
-from qlangevin.experiments.presets import Digits, Experiment
-
-
-def small(
-    base: Experiment, methods: Sequence[MethodName], formats: Sequence[str], seeds: Sequence[int]
-) -> list[Experiment]:
-    short = {"epochs": 2, "batch": 50, "samples": 2, "limit_train": 100, "limit_test": 60, "hidden": 8}
-    return [replace(config, **short) for config in sweep.plan_runs(base, methods, formats, seeds)]  # type: ignore[arg-type]
+from qlangevin.experiments import gaussian
+from qlangevin.experiments.demo import bands, digits, images, methods, reference, regression, run, scores, summary
+from qlangevin.experiments.environment import limit_threads
+from qlangevin.experiments.processes import JobOutcome, ignore_progress
 
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few chains, few epochs."""
-    figure = property(lambda self: gaussian.GaussianSettings(stepsizes=(0.1, 0.05), chains=50, steps=60))
-    monkeypatch.setattr(demo.DemoSettings, "gaussian", figure)
-    monkeypatch.setattr(demo, "plan_runs", small)
+    """Few chains, few steps, in this process."""
+    short = tuple(replace(settings, steps=40) for settings in digits.CHOSEN)
+    parts = (*(run.Part("sample_digits", (s,), 5.0) for s in short), *run.PARTS[len(short) :])
+    monkeypatch.setattr(run, "PARTS", parts)
+    monkeypatch.setattr(run, "FEATURES", regression.Schedule(8, 2e-4, 60))
+    monkeypatch.setattr(run, "NETWORK", regression.Schedule(8, 1e-4, 60))
+    monkeypatch.setattr(run, "GAUSSIAN", gaussian.GaussianSettings(stepsizes=(0.1,), chains=50, steps=60))
+    monkeypatch.setattr(run, "run_in_processes", in_this_process)
 
 
-def prepared(folder: Path, but: int = 0) -> list[Experiment]:
-    """The runs of the demo, done beforehand in this process but for the last ones."""
-    configs = small(Digits(), (), (), (0,))
-    for config in configs[: len(configs) - but]:
-        run.run_experiment(config, folder / "runs" / config.run_name)
-    return configs
+def in_this_process(job: object, arguments: list[tuple[run.Part]], *_: object) -> dict[int, JobOutcome]:
+    return {i: JobOutcome(run.run_part(*given, ignore_progress)) for i, given in enumerate(arguments)}
+
+
+def test_the_exact_band_is_that_of_the_gaussian_posterior() -> None:
+    """f(x) has the mean and variance of conditioning the joint Gaussian of f(x) and y, computed in function space."""
+    x, y = regression.make_data()
+    model = regression.Features(x, y)
+    phi, at = model._features(x), model._features(regression.GRID)
+    gain = torch.linalg.solve(phi @ phi.T + regression.NOISE**2 * torch.eye(len(x)).double(), phi @ at.T).T
+    mean, sd = model.exact(regression.GRID)
+    torch.testing.assert_close(mean, gain @ y)
+    torch.testing.assert_close(sd.square(), (at * at).sum(1) - (gain * (at @ phi.T)).sum(1))
+
+
+def test_gradients_are_those_of_the_energy() -> None:
+    x, y = regression.make_data()
+    network = regression.Network(x, y)
+    w = torch.randn(3, network.size, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    (expected,) = torch.autograd.grad(network.energy(w).sum(), w)
+    torch.testing.assert_close(network.gradient(w.detach()) * len(x), expected)
+    features = regression.Features(x, y)
+    v = torch.randn(2, features.size)
+    expected = (v.double() - features.mean) @ features.precision / len(x)
+    torch.testing.assert_close(features.gradient(v), expected.float(), rtol=1e-3, atol=1e-3)
+
+
+def test_a_band_drawn_from_the_exact_posterior_has_width_1_and_covers_95_percent() -> None:
+    model = regression.Features(*regression.make_data())
+    mean, sd = model.exact(regression.GRID)
+    draw = torch.Generator().manual_seed(1)
+    for factor in (1.0, 2.0):
+        values = mean + factor * sd * torch.randn(64, 100, len(mean), generator=draw, dtype=torch.float64)
+        band = bands.compare_with_exact(regression.Sampled(methods.FULL, values), mean, sd)
+        assert band.width == pytest.approx(factor, rel=0.01)
+        assert band.coverage == pytest.approx(math.erf(factor * 1.959964 / math.sqrt(2)), abs=0.003)
+
+
+def test_the_stored_reference_has_converged() -> None:
+    found = reference.load_reference()
+    assert found.r_hat < 1.05
+    assert 0.6 < found.acceptance < 0.99
+    assert bool((found.quantiles.diff(dim=0) > 0).all())
+    values = (found.mean + found.sd * torch.randn(64, 100, 101, generator=torch.Generator().manual_seed(2))).double()
+    band = bands.compare_with_reference(regression.Sampled(methods.FULL, values), found)
+    assert band.coverage == pytest.approx(0.95, abs=0.02)
+
+
+def test_rotation_and_letters() -> None:
+    data = images.load_images()
+    torch.testing.assert_close(images.rotate(data.test, 0), data.test)
+    quarter = images.rotate(images.rotate(data.test, 90), -90)
+    torch.testing.assert_close(quarter, data.test, atol=1e-5, rtol=0)
+    assert data.letters.shape == (len(images.FONTS) * len(images.LETTERS), 64)
+    assert bool((data.letters.sum(1) > 1).all())
+
+
+def test_verdicts_respect_standard_errors() -> None:
+    assert summary.Verdict("nll", -0.01, 0.006).word == "same"
+    assert summary.Verdict("nll", -0.01, 0.004).word == "better"
+    assert summary.Verdict("auroc", -0.01, 0.004).word == "worse"
+    assert str(summary.Verdict("error", 0.01, 0.002)) == "worse (+1.00 ± 0.20 %)"
+
+
+def test_rejecting_the_least_certain_removes_the_errors_first() -> None:
+    p = torch.tensor([[0.9, 0.1]] * 9 + [[0.4, 0.6]])
+    assert scores.reject_curve(p, torch.zeros(10, dtype=torch.int64)) == pytest.approx([0.1] + [0.0] * 9)
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("quick")
-def test_the_demo_does_what_is_missing_and_writes_a_page_with_the_lead_picture_first(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    configs, shares = prepared(tmp_path, but=1), []
-    settings = demo.DemoSettings(tmp_path, seeds=1, jobs=1)
-    made = demo.run_demo(settings, lambda label, share: shares.append(share))
-    assert made.page == tmp_path / "index.html"
-    assert sum(shares) == pytest.approx(settings.work, abs=1)
-    assert [result["settings"] for result in made.results] == [config.to_json() for config in configs]
-    page = made.page.read_text(encoding="utf-8")
-    pictures = re.findall(r"<img|<svg", page)
-    assert len(pictures) > 1
-    assert pictures[0] == "<img"
-    assert page.index(demo.CAPTION[:40]) < page.index("<svg")
-    assert (tmp_path / "gaussian.png").read_bytes() == (tmp_path / "figures/lead.png").read_bytes()
-    for method, _ in Digits.rows:
-        assert METHODS[method].name in page
-    saved = {config.run_name: (tmp_path / "runs" / config.run_name / "result.json").stat() for config in configs}
-    monkeypatch.setattr(report, "write_report", lambda results, out, title, lead: out / "index.html")
-    assert main(["demo", "--out", str(tmp_path), "--seeds", "1"]) == 0
+def test_the_page_has_the_tables_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", "--out", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    for expected in ("SGHMC, corrected 8-bit", "AUROC", "features, SGLD naive 8-bit", f"page: {tmp_path}/index.html"):
+        assert expected in out
+    page = (tmp_path / "index.html").read_text(encoding="utf-8")
+    assert page.index("<table") < page.index("<svg")
+    assert page.count("<svg") == 6
+    assert main(["demo", "--out", str(tmp_path), "--json"]) == 0
     captured = capsys.readouterr()
     assert captured.err == ""
-    for expected in ("naive SGLDLP-L", "VC SGLDLP-L", "SGDFP", "bytes/weight", f"report: {tmp_path}/index.html"):
-        assert expected in captured.out
-    for name, before in saved.items():
-        assert (tmp_path / "runs" / name / "result.json").stat().st_mtime_ns == before.st_mtime_ns
+    assert set(json.loads(captured.out)["digits"]) >= {"one network, SGD", "SGHMC, FP32"}
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("quick")
-def test_json_is_one_object_and_nothing_else(
+def test_a_part_that_fails_is_reported_and_no_page_is_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prepared(tmp_path)
-    monkeypatch.setattr(report, "write_report", lambda results, out, title, lead: out / "index.html")
-    assert main(["demo", "--out", str(tmp_path), "--seeds", "1", "--json"]) == 0
-    captured = capsys.readouterr()
-    assert captured.err == ""
-    assert len(json.loads(captured.out)["runs"]) == len(Digits.rows)
-
-
-@pytest.mark.usefixtures("quick")
-def test_a_run_that_fails_is_reported_and_no_page_is_written(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def failing(configs: Sequence[Experiment], folder: Path, *_: object) -> list[sweep.RunOutcome]:
-        return [sweep.RunOutcome(folder / config.run_name, "OSError: the disk is on fire") for config in configs[:1]]
-
-    monkeypatch.setattr(demo, "sweep", failing)
-    assert main(["demo", "--out", str(tmp_path), "--seeds", "1"]) == 1
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err == f"qlangevin: error: {tmp_path}/runs/sgldfp-fp32-seed0: OSError: the disk is on fire\n"
+    monkeypatch.setattr(run, "run_in_processes", lambda *_: {0: JobOutcome(error="OSError: the disk is on fire")})
+    assert main(["demo", "--out", str(tmp_path)]) == 1
+    assert "sample_digits: OSError: the disk is on fire" in capsys.readouterr().err
     assert not (tmp_path / "index.html").exists()
-
-
-@pytest.mark.usefixtures("quick")
-def test_the_runs_of_something_else_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run.run_experiment(replace(small(Digits(), (), (), (0,))[0], lr=0.7), tmp_path / "runs/sgldfp-fp32-seed0")
-    assert main(["demo", "--out", str(tmp_path), "--seeds", "1"]) == 2
-    assert "sgldfp-fp32-seed0 holds another run: lr is 0.7 there" in capsys.readouterr().err
 
 
 def test_mistakes_are_noticed_before_the_work(
@@ -108,10 +130,9 @@ def test_mistakes_are_noticed_before_the_work(
     def never(*_: object) -> None:
         raise AssertionError("the demo must not start")
 
-    monkeypatch.setattr(gaussian, "run_gaussian", never)
+    monkeypatch.setattr(run, "run_in_processes", never)
     (tmp_path / "file").write_text("kept")
     for arguments, message in (
-        (["--seeds", "0"], "seeds must be an integer, at least 1, got 0"),
         (["--jobs", "0"], "jobs must be an integer, at least 1, got 0"),
         (["--out", str(tmp_path / "file")], f"{tmp_path}/file: File exists"),
     ):
@@ -121,10 +142,32 @@ def test_mistakes_are_noticed_before_the_work(
         assert message in " ".join(err.replace("│", " ").split())
     assert (tmp_path / "file").read_text() == "kept"
 
-    def missing(*_: object) -> None:
-        raise ValueError("the data set digits comes with scikit-learn, which is not installed")
 
-    monkeypatch.setattr(Digits, "load_data", missing)
-    assert main(["demo", "--out", str(tmp_path / "new")]) == 2
-    assert "scikit-learn, which is not installed" in capsys.readouterr().err
-    assert not (tmp_path / "new").exists()
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_small_networks_run_in_one_thread() -> None:
+    with limit_threads(7510, 50):
+        assert torch.get_num_threads() == 1
+    with limit_threads(11_000_000, 128):
+        assert torch.get_num_threads() == 2
+    assert torch.get_num_threads() == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("delay", [0.1, 0.5])
+def test_an_interrupt_during_imports_prints_no_traceback(delay: float) -> None:
+    code = (
+        "import os, signal, sys, threading, time; from qlangevin_command import main; sys.argv = ['qlangevin', 'demo'];"
+        f"threading.Thread(target=lambda: (time.sleep({delay}), os.kill(os.getpid(), signal.SIGINT)), daemon=True).start();"
+        "sys.exit(main())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 130
+    assert "Traceback" not in done.stderr

@@ -22,13 +22,14 @@ import tyro
 from .._progress import progress_bar
 from .._validate import check_integer
 from ..distributed.ranks import PATIENCE, TIMEOUT, join
-from ..experiments import demo, presets, run
+from ..experiments import presets, run
 from ..experiments.data import DatasetName
 from ..experiments.environment import cores
 from ..experiments.methods import MethodName
 from ..experiments.score import evaluate, find_samples
 from ..experiments.sweep import plan_runs, sweep
 from . import display
+from .demo import Demo
 from .diagnose import Diagnose
 from .errors import fail, rank
 from .figures import Bound, Gaussian
@@ -207,24 +208,6 @@ class Report:
             display.print_json(answer)
         else:
             display.print_lines(f"{len(results)} runs: {page}", *remarks)
-        return 0
-
-
-@dataclass(frozen=True)
-class Demo(demo.DemoSettings):
-    __doc__ = demo.DemoSettings.__doc__
-
-    json: bool = False
-    """Print one JSON object instead of the tables, and no progress."""
-
-    def execute(self) -> int:
-        with progress_bar(self.work, "starting", shown=not self.json) as advance:
-            made = demo.run_demo(self, advance)
-        if self.json:
-            display.print_json({"runs": made.results})
-        else:
-            display.print_tables(display.gaussian_table(made.gaussian), display.means_table("digits", made.results))
-            display.print_lines(*display.convergence_remarks(made.results), *demo.remarks(made))
         return 0
 
 

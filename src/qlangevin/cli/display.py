@@ -34,13 +34,13 @@ __all__ = [
     "gaussian_remarks",
     "gaussian_table",
     "llc_table",
-    "means_table",
     "print_json",
     "print_lines",
     "print_tables",
     "result_remarks",
     "scores_table",
     "terms_table",
+    "text_table",
 ]
 
 
@@ -229,20 +229,11 @@ def convergence_remarks(results: Sequence[dict[str, Any]]) -> list[str]:
     return [*filter(None, [warn_of_non_convergence(results)])]
 
 
-def means_table(title: str, results: Sequence[dict[str, Any]]) -> Table:
-    """Return a table of methods and formats: means over seeds, and the worst R-hat."""
-    columns = ("method", "format", "seeds", "error", "NLL", "ECE", "R-hat", "bytes/weight", "time")
-    out = _new_table(title, columns, ("method", "format"))
-    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for result in results:
-        groups.setdefault((result["settings"]["method"], result["settings"]["format"]), []).append(result)
-    for (method, format), runs in groups.items():
-        error, nll, ece = (sum(r["scores"][name] for r in runs) / len(runs) for name in ("error", "nll", "ece"))
-        seconds = sum(r["seconds"]["train"] for r in runs) / len(runs)
-        held = f"{runs[0]['memory']['training']:.1f}"
-        r_hat = _number(max((r["r_hat"] for r in runs if r["r_hat"] is not None), default=None), ".2f")
-        figures = (f"{error:.2%}", f"{nll:.4f}", f"{ece:.2%}", r_hat, held, f"{seconds:.1f} s")
-        out.add_row(method_name(method), format, str(len(runs)), *figures)
+def text_table(title: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    """Return a table of texts; the first column is aligned left."""
+    out = _new_table(title, head, head[:1])
+    for row in rows:
+        out.add_row(*row)
     return out
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,9 @@ import torch
 
 from .. import native
 
-__all__ = ["cores", "environment", "processor"]
+__all__ = ["cores", "environment", "limit_threads", "processor"]
+
+SMALL = 2_000_000  # weights times examples of a step, below which a second thread costs more than it saves
 
 
 def environment() -> dict[str, Any]:
@@ -42,3 +46,14 @@ def processor() -> str:
         lines = []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names and names[0] else platform.processor() or platform.machine()
+
+
+@contextmanager
+def limit_threads(weights: int, batch: int) -> Iterator[None]:
+    """Use one thread if the steps of a model of so many weights on so many examples are too small for two."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1 if weights * batch < SMALL else before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -27,12 +27,12 @@ from ..storage import files
 from ..storage.leftovers import is_temporary
 from ..storage.sample import chain_folder, chain_folders
 from ..storage.store import SampleStore
-from .chain import Chain, prepare_chain, train_chain
+from .chain import Chain, build_network, prepare_chain, train_chain
 from .config import CHANGE_NO_NUMBER
 from .convergence import describe_non_convergence
 from .data import Data, make_loader
 from .diagnose import diagnose_chain, shorten
-from .environment import cores, environment
+from .environment import cores, environment, limit_threads
 from .presets import CONFIG, Experiment, read_config
 from .processes import Progress, ignore_progress, run_in_processes
 from .results import RESULT, read_result
@@ -89,12 +89,19 @@ def run_experiment(
     if done:
         return read_result(folder)
     data = _load_data(config, data_dir, ranks)
+    weights = sum(p.numel() for p in build_network(config, data).parameters())
+    with limit_threads(weights, config.batch):
+        return _run_on(data, RunSpec(config, folder, data_dir), progress, ranks, jobs, begun)
+
+
+def _run_on(data: Data, spec: RunSpec, progress: Progress, ranks: Ranks, jobs: int, begun: bool) -> dict[str, Any]:
+    """Do the run, or the rest of it, on loaded data."""
+    config, folder, data_dir = spec.config, spec.folder, spec.data_dir
     shares = _divide_work(config, data)
     if not begun:  # only now, since the settings fit together: a mistake must not occupy the folder
         _create_folder(config, folder, ranks)
     if config.warm_start is not None:
         run_experiment(config.warm_start, folder / WARM_START, data_dir, _scale(progress, shares.warm_start), ranks)
-    spec = RunSpec(config, folder, data_dir)
     chains = _run_chains(spec, data, _scale(progress, shares.training), ranks, jobs)
     if ranks.size > 1:
         ranks.wait(patient=True)  # some ranks have more to do than others

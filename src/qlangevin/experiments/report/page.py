@@ -20,7 +20,7 @@ STYLE = """
 @media (prefers-color-scheme: dark) { :root { --ink: #e4e7eb; --soft: #a3abb5; --paper: #14171b; --frame: #79818b;
   --rule: #333a43; --shade: #1d2228; --good: #4fc79b; --bad: #ff9a63; --note: #2f2814; } }
 * { box-sizing: border-box; }
-body { margin: 0 auto; padding: 1.2rem 1rem 4rem; max-width: 50rem; background: var(--paper); color: var(--ink);
+body { margin: 0 auto; padding: 1.2rem 1rem 4rem; max-width: 56rem; background: var(--paper); color: var(--ink);
   font: 1rem/1.55 system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif;
   overflow-wrap: break-word; }
 h1 { font-size: 1.7rem; line-height: 1.2; margin: 0.6rem 0 1rem; }
