@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,7 +22,11 @@ def progress_bar(
     With ``lines`` it prints a line every few seconds where standard error is not a terminal.
     """
     if not shown or not sys.stderr.isatty():
-        yield _Lines(total) if shown and lines else lambda label, steps: None
+        if shown and lines:
+            with _Lines(total, label) as advance:
+                yield advance
+        else:
+            yield lambda label, steps: None
         return
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -34,15 +39,25 @@ def progress_bar(
 
 
 class _Lines:
-    """Progress as lines: seconds, per cent and label."""
+    """Progress as lines: seconds, per cent and label, printed by a thread, so that they come also while a step takes long."""
 
-    def __init__(self, total: float | None) -> None:
-        self.total, self.done, self.began, self.last = total, 0.0, time.monotonic(), -SECONDS
+    def __init__(self, total: float | None, label: str) -> None:
+        self.total, self.label, self.done, self.began = total, label, 0.0, time.monotonic()
+        self.ended = threading.Event()
+        self.thread = threading.Thread(target=self._print, daemon=True)
 
     def __call__(self, label: str, steps: float) -> None:
-        self.done += steps
-        now = time.monotonic() - self.began
-        if label and now - self.last >= SECONDS:
+        self.label, self.done = label or self.label, self.done + steps
+
+    def __enter__(self) -> _Lines:
+        self.thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.ended.set()
+        self.thread.join()
+
+    def _print(self) -> None:
+        while not self.ended.wait(SECONDS):
             share = f"{min(1.0, self.done / self.total):4.0%} " if self.total else ""
-            print(f"{now:4.0f} s {share} {label}", file=sys.stderr, flush=True)
-            self.last = now
+            print(f"{time.monotonic() - self.began:4.0f} s {share} {self.label}", file=sys.stderr, flush=True)

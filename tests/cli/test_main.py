@@ -85,7 +85,7 @@ def assert_nothing_was_done() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("", "Expected one of {demo, run, sweep, evaluate, diagnose, report, bound, bench}"),
+        ("", "Expected one of {demo, run, sweep, evaluate, diagnose, report, llc, bound, bench}"),
         ("walk", "Unrecognized options: walk"),
         ("--json", "Unrecognized or misplaced options: --json"),
         ("run", "Expected one of {gaussian, digits, mnist-logistic, mnist-mlp, cifar10, cifar100, imdb, imagenet}"),

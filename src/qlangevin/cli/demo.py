@@ -27,9 +27,14 @@ class Demo(demo.DemoSettings):
         if self.json:
             display.print_json(_as_json(made))
             return 0
+        title = "Digits: bytes a weight in training, samples stored, CPU time"
         rows = summary.band_rows("features", made.features) + summary.band_rows("network", made.network)
         display.print_tables(
-            display.text_table("Digits", summary.DIGITS_HEAD, summary.digits_rows(made.digits)),
+            display.text_table(
+                "Digits: bytes a weight in training, samples stored, CPU time",
+                summary.DIGITS_HEAD,
+                summary.digits_rows(made.digits),
+            ),
             display.text_table("Regression: 95 % bands", summary.BAND_HEAD, rows),
         )
         display.print_lines(*summary.sentences(made.gaussian, made.features, made.digits), f"page: {made.page}")

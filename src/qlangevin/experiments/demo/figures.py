@@ -30,7 +30,7 @@ SHADES = {"SGLDLP-F": "#7a7a7a", "naive SGLDLP-L": "#d55e00", "VC SGLDLP-L": "#0
 def _panels(count: int, height: float, **options: Any) -> tuple[Figure, list[Axes]]:
     from matplotlib.figure import Figure  # without pyplot: no window system, no global state
 
-    figure = Figure(figsize=(8.4, height), layout="constrained")
+    figure = Figure(figsize=(6.4, height), layout="constrained")
     return figure, list(figure.subplots(1, count, squeeze=False, **options)[0])
 
 

@@ -56,12 +56,12 @@ def build_document(made: DemoResult) -> Document:
     tables = (
         Table("Regression: 95 % bands", summary.BAND_HEAD, tuple(band_rows)),
         Table(
-            "Digits, ± one standard error over test images",
+            "Digits: bytes a weight in training, samples stored, CPU time; ± one standard error over test images",
             summary.DIGITS_HEAD,
             tuple(summary.digits_rows(made.digits)),
         ),
     )
-    opening: tuple[Block, ...] = (*(Text(sentence) for sentence in words), *tables)
+    opening: tuple[Block, ...] = (*tables, *(Text(sentence) for sentence in words))
     return Document(TITLE, opening, (_gaussian(made), _regression(made), _digits(made)))
 
 

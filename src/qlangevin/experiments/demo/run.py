@@ -16,9 +16,9 @@ from . import bands, digits, images, methods, reference, regression, scores
 
 __all__ = ["DemoResult", "DemoSettings", "run_demo"]
 
-FEATURES = regression.Schedule(chains=128, alpha=2e-4, steps=8000)
+FEATURES = regression.Schedule(chains=128, alpha=2e-4, steps=6000)
 NETWORK = regression.Schedule(chains=32, alpha=1e-4, steps=6000)
-GAUSSIAN = gaussian.GaussianSettings(stepsizes=(1e-3,), chains=1000)
+GAUSSIAN = gaussian.GaussianSettings(stepsizes=(1e-3,), chains=500)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from .images import ANGLES
 
 __all__ = ["Scored", "compare", "reject_curve", "score"]
 
-RESAMPLES = 200
+RESAMPLES = 100
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,7 +14,7 @@ __all__ = ["BAND_HEAD", "DIGITS_HEAD", "VERDICT_HEAD", "band_rows", "digits_rows
 DECIDED = 2.0  # standard errors beyond which a difference counts
 NAMES = {"error": "error", "nll": "NLL", "ece": "ECE", "auroc": "AUROC"}
 BAND_HEAD = ("model, sampler", "width / reference", "coverage (should be 95 %)")
-DIGITS_HEAD = ("method", "bytes/weight", "stored", "CPU time", "R-hat", "error", "NLL", "ECE", "AUROC")
+DIGITS_HEAD = ("method", "B/weight", "stored", "time", "R-hat", "error, %", "NLL", "ECE, %", "AUROC")
 VERDICT_HEAD = ("corrected 8-bit SGHMC against", "error", "NLL", "ECE", "AUROC")
 
 
@@ -58,9 +58,9 @@ def digits_rows(scored: Sequence[Scored]) -> list[tuple[str, ...]]:
                 f"{run.stored_bytes / networks / 1000:.0f} kB",
                 f"{run.seconds / networks:.1f} s",
                 "—" if run.r_hat is None else f"{run.r_hat:.2f}",
-                f"{v['error']:.1%} ± {e['error']:.1%}",
+                f"{100 * v['error']:.1f} ± {100 * e['error']:.1f}",
                 f"{v['nll']:.3f} ± {e['nll']:.3f}",
-                f"{v['ece']:.1%} ± {e['ece']:.1%}",
+                f"{100 * v['ece']:.1f} ± {100 * e['ece']:.1f}",
                 f"{v['auroc']:.3f} ± {e['auroc']:.3f}",
             )
         )
