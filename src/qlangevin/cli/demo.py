@@ -31,7 +31,7 @@ class Demo(demo.DemoSettings):
         rows = summary.band_rows("features", made.features) + summary.band_rows("network", made.network)
         display.print_tables(
             display.text_table(
-                "Digits: bytes a weight in training, samples stored, CPU time",
+                title,
                 summary.DIGITS_HEAD,
                 summary.digits_rows(made.digits),
             ),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from ...storage import files
 from ..report.document import Block, Document, Picture, Section, Table, Text
 from ..report.looks import render
@@ -12,9 +10,7 @@ from . import figures, summary
 from .digits import CHOSEN
 from .reference import load_reference
 from .regression import GRID, Features, make_data
-
-if TYPE_CHECKING:
-    from .run import DemoResult
+from .result import DemoResult
 
 __all__ = ["write_demo"]
 

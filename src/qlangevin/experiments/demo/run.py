@@ -13,8 +13,9 @@ from .. import gaussian
 from ..environment import cores
 from ..processes import Progress, ignore_progress, run_in_processes
 from . import bands, digits, images, methods, reference, regression, scores
+from .result import DemoResult
 
-__all__ = ["DemoResult", "DemoSettings", "run_demo"]
+__all__ = ["DemoSettings", "run_demo"]
 
 FEATURES = regression.Schedule(chains=128, alpha=2e-4, steps=6000)
 NETWORK = regression.Schedule(chains=32, alpha=1e-4, steps=6000)
@@ -33,17 +34,6 @@ class DemoSettings:
     def __post_init__(self) -> None:
         if self.jobs is not None:
             check_integer("jobs", self.jobs, 1)
-
-
-@dataclass(frozen=True, eq=False)
-class DemoResult:
-    """Results of all parts, and the page."""
-
-    gaussian: gaussian.GaussianResult
-    features: tuple[bands.Band, ...]
-    network: tuple[bands.Band, ...]
-    digits: tuple[scores.Scored, ...]
-    page: Path
 
 
 @dataclass(frozen=True)
