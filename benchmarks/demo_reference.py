@@ -77,7 +77,7 @@ def rounded(values: Tensor) -> list[float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--draws", type=int, default=3000)
+    parser.add_argument("--draws", type=int, default=1500)
     parser.add_argument("--out", type=Path, default=PATH)
     options = parser.parse_args()
     torch.set_num_threads(1)
