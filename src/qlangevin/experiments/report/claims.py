@@ -32,6 +32,9 @@ REPORTED = {  # scores that the paper has of an experiment
 }
 PAIRS = (("sgldlp-f", "sgdlp-f"), ("vc-sgldlp-l", "naive-sgldlp-l"), ("vc-sgldlp-l", "sgdlp-l"))
 CYCLICAL = (("csgldfp", "sgldfp"), ("csgldlp-f", "sgldlp-f"), ("vc-csgldlp-l", "vc-sgldlp-l"))
+ROUNDING = (  # stochastic against deterministic; the paper has errors only
+    ("sgdlp-l", "nearest-sgdlp-l"), ("naive-sgldlp-l", "nearest-sgldlp-l"), ("vc-sgldlp-l", "nearest-sgldlp-l"),
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -69,10 +72,14 @@ def lower(a: Estimate, b: Estimate) -> Verdict:
 
 
 def _of_pairs(experiment: str, cells: Cells) -> Iterator[Claim]:
-    """Compare SGLD with SGD, corrected with naive, cyclical with not cyclical: in each format in which both have been run."""
+    """Compare SGLD with SGD, corrected with naive, cyclical with not cyclical, stochastic with deterministic rounding.
+
+    In each format in which both have been run.
+    """
     names = REPORTED.get(experiment, ("nll", "error", "ece"))
+    pairs = (*product((*PAIRS, *CYCLICAL), names), *product(ROUNDING, ("error",)))
     for format in dict.fromkeys(format for _, format in cells):
-        for (a, b), name in product((*PAIRS, *CYCLICAL), names):
+        for (a, b), name in pairs:
             first, second = (scores(cells, method, name).get(format) for method in (a, b))
             if first is not None and second is not None:
                 text = f"{method_name(a)} has a lower {SCORES[name].title} than {method_name(b)} in {format}"
