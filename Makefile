@@ -40,7 +40,7 @@ test-ecosystem: $(VENV)/.ready-test-ecosystem
 
 docs: $(VENV)/.ready-docs
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict
-	@echo 'The site is in site/index.html.'
+	@echo 'The site is in site/index.html; for its search: python3 -m http.server --directory site'
 
 matrix: $(VENV)/.ready-test-ecosystem
 	$(VENV)/bin/python -m benchmarks.matrix
