@@ -103,18 +103,8 @@ class Llc:
         steps = self.draws * self.steps_between
         total = (steps + (steps // 2 if self.burn_in is None else self.burn_in)) * self.chains * max(1, len(self.masks))
         same = (
-            "lr",
-            "localization",
-            "nbeta",
-            "sampler",
-            "friction",
-            "chains",
-            "draws",
-            "burn_in",
-            "steps_between",
-            "box",
-            "seed",
-        )
+            "lr", "localization", "nbeta", "sampler", "friction", "chains", "draws", "burn_in", "steps_between", "box", "seed",
+        )  # fmt: skip
         with progress_bar(float(total), "sampling", shown=first and not self.json) as advance:
             return llc(
                 model, loader, loss, weights=self.weights, masks=masks, store=self.out,
@@ -166,13 +156,13 @@ class Llc:
         """Return a causal language model, and the text in sequences of equal length."""
         if self.text is None:
             raise ValueError("a language model needs a text to measure its loss on: --text FILE")
+        words = self.text.read_text(encoding="utf-8")  # a wrong path is said before transformers takes its seconds
         try:
             from transformers import AutoModelForCausalLM, AutoTokenizer
         except ImportError:
             raise ValueError(
                 "language models need transformers, which is not installed: pip install qlangevin[huggingface]"
             ) from None
-        words = self.text.read_text(encoding="utf-8")
         model = AutoModelForCausalLM.from_pretrained(self.network, local_files_only=True)
         numbers = AutoTokenizer.from_pretrained(self.network, local_files_only=True)(words)["input_ids"]
         length = check_integer("length", self.length, 2)
