@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from .._validate import check_flag
 from .._warnings import warn
+from ..sampling.loss_sums import warn_of_sum
 from ..sampling.stepping import Stepper
 from . import trainer_checks
 from .collecting import Collecting, Collector, find_sampler
@@ -139,6 +140,7 @@ class _StepLoss:
         self._parts.append(loss.detach())
         if self._first:
             self._first = False
+            warn_of_sum(self._sampler, loss, stacklevel=5)
             _check_terms(model, kwargs.get("labels"), self._sampler, self._loader)
             if self._passes == 1 and self._normalized:
                 _check_items(model, kwargs.get("labels"), float(kwargs["num_items_in_batch"]))

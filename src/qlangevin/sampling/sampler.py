@@ -76,6 +76,7 @@ class Sampler(Stepper):
             with torch.no_grad():
                 self._state_of(p, settings)
             self._attach_hook(p)
+            self._first_backward.attach(p)
         self._given = {p: mine for p, mine in self._given.items() if "center" in mine and "center" not in self.state[p]}
         self._list_parameters()
 
