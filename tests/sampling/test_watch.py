@@ -96,3 +96,18 @@ def test_weights_that_begin_at_zero_are_no_reason_to_warn(settings: dict[str, An
         nn.init.zeros_(model.weight)
         nn.init.zeros_(model.bias)
         train(SGLD(model.parameters(), 0.1, 100, weights=format, **settings), model, x, y, 20)
+
+
+def test_a_first_step_without_gradients_is_said_once() -> None:
+    model, x, y = digits()
+    frozen = SGLD(model.requires_grad_(False).parameters(), 0.1, 100)
+    with pytest.warns(QLangevinWarning, match=r"changes nothing: .*requires_grad=True") as caught:
+        frozen.step()
+    frozen.step()
+    assert [w.filename for w in caught] == [__file__]
+    model.requires_grad_(True)
+    sampler = SGLD(model.parameters(), 0.1, 100)
+    train(sampler, model, x, y, 1)
+    sampler.zero_grad()
+    sampler.step()  # others may step it alternately
+    SGLD(model.parameters(), 0.1, 100, step_in_backward=True).step()  # ends a step that has not begun
