@@ -96,6 +96,7 @@ def test_the_report_has_r_hat_and_the_log_too(tmp_path: Path) -> None:
         (sampler_of(model, lr=1e-6), None),
         callback,
     )
+    assert "0 samples of 0 bytes; training loss nan; no R-hat, for which it takes 8 samples" in str(callback.report())
     made.train()
     report = callback.report()
     assert report.samples == 12

@@ -191,3 +191,12 @@ def test_a_loss_that_is_a_sum_is_warned_of(tmp_path: Path, passes: int) -> None:
     callback = SampleCallback(tmp_path / "run", every=1)
     with pytest.warns(ql.QLangevinWarning, match=f"the loss is a sum over {BATCH} examples"):
         fit(tmp_path, model=model, callback=callback, accumulate_grad_batches=passes, max_steps=2)
+
+
+def test_the_number_of_samples_is_logged_where_there_is_a_logger(tmp_path: Path) -> None:
+    """Without one Lightning would warn of what is logged, and warnings are errors here."""
+    fit(tmp_path / "silent", log_every_n_steps=1)
+    logger = importlib.import_module("lightning.pytorch.loggers").CSVLogger(tmp_path)
+    fit(tmp_path / "logged", logger=logger, log_every_n_steps=6)
+    [head, *lines] = (Path(logger.log_dir) / "metrics.csv").read_text().splitlines()
+    assert [float(line.split(",")[head.split(",").index("samples")]) for line in lines] == [0, 6]

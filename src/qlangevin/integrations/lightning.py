@@ -112,7 +112,7 @@ class _Hooks(Collecting):
         total = torch.stack(self._parts).sum() if self._parts else None
         self._parts = []
         self._collector.step(total, may_be_skipped=_is_scaled(trainer))
-        if self._collector.store is not None and trainer.global_step % trainer.log_every_n_steps == 0:
+        if trainer.loggers and self._collector.store is not None and self._steps % trainer.log_every_n_steps == 0:
             pl_module.log("samples", float(len(self._collector.store)), logger=True, batch_size=1)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
