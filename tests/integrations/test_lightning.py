@@ -33,7 +33,7 @@ def data() -> TensorDataset:
     return TensorDataset(x, (x[:, 0] > 0).long())
 
 
-def module(package: str, packed: bool = True, interval: str = "step", **settings: Any) -> Any:
+def module(package: str, packed: bool = True, interval: str = "step", reduction: str = "mean", **settings: Any) -> Any:
     """Return a LightningModule of the package with a sampler of its own."""
     base: Any = importlib.import_module(package).LightningModule
 
@@ -47,7 +47,7 @@ def module(package: str, packed: bool = True, interval: str = "step", **settings
             return self.net(x)
 
         def training_step(self, batch: Any, index: int) -> Any:
-            return nn.functional.cross_entropy(self(batch[0]), batch[1])
+            return nn.functional.cross_entropy(self(batch[0]), batch[1], reduction=reduction)
 
         def configure_optimizers(self) -> Any:
             chosen: dict[str, Any] = {"lr": 0.05, "num_data": N, "gradients": "bfp8"} | settings
@@ -182,3 +182,21 @@ def test_another_optimizer_is_refused(tmp_path: Path) -> None:
     model.configure_optimizers = lambda: torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(TypeError, match="the optimizer is SGD"):
         fit(tmp_path, model=model)
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_a_loss_that_is_a_sum_is_warned_of(tmp_path: Path, passes: int) -> None:
+    """Lightning divides it by the number of batches of a step, which makes no mean of it."""
+    model = module(PACKAGES[0], reduction="sum")
+    callback = SampleCallback(tmp_path / "run", every=1)
+    with pytest.warns(ql.QLangevinWarning, match=f"the loss is a sum over {BATCH} examples"):
+        fit(tmp_path, model=model, callback=callback, accumulate_grad_batches=passes, max_steps=2)
+
+
+def test_the_number_of_samples_is_logged_where_there_is_a_logger(tmp_path: Path) -> None:
+    """Without one Lightning would warn of what is logged, and warnings are errors here."""
+    fit(tmp_path / "silent", log_every_n_steps=1)
+    logger = importlib.import_module("lightning.pytorch.loggers").CSVLogger(tmp_path)
+    fit(tmp_path / "logged", logger=logger, log_every_n_steps=6)
+    [head, *lines] = (Path(logger.log_dir) / "metrics.csv").read_text().splitlines()
+    assert [float(line.split(",")[head.split(",").index("samples")]) for line in lines] == [0, 6]

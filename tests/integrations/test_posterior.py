@@ -142,3 +142,12 @@ def test_a_batch_that_is_not_collated_is_explained(wrong: Any, tmp_path: Path) -
     posterior = ql.Posterior.open(fill(tmp_path, build("bert"), "bert"), build("bert"))
     with pytest.raises(TypeError, match="a list of examples a collator"):
         posterior.predict(wrong)
+
+
+def test_a_model_with_another_adapter_than_the_store_is_told_so(tmp_path: Path) -> None:
+    fill(tmp_path / "adapted", lora("bert"), "bert")
+    with pytest.raises(ValueError, match=r"and \d+ more. It was sampled with an adapter: .* get_peft_model makes"):
+        ql.Posterior.open(tmp_path / "adapted", build("bert"))
+    fill(tmp_path / "plain", build("bert"), "bert")
+    with pytest.raises(ValueError, match=r"sampled without an adapter: .* before get_peft_model"):
+        ql.Posterior.open(tmp_path / "plain", lora("bert"))

@@ -271,3 +271,10 @@ def test_a_state_of_another_model_is_refused() -> None:
     ql.lower(model, "bfp8", skip="3")
     with pytest.raises(ValueError, match="'3' in one only"):
         lowering.load_state_dict(model, {"1": 1, "2": 1, "3": 1})
+
+
+def test_lowering_to_nothing_is_warned_of() -> None:
+    with pytest.warns(ql.QLangevinWarning, match="lower rounds nothing") as caught:
+        ql.lower(nn.Linear(2, 2))
+    assert caught[0].filename == __file__
+    ql.lower(nn.Linear(2, 2), "fp32", "fp32")

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from qlangevin import QTensor, native, pack, parse, quantize, unpack
+from qlangevin import QLangevinWarning, QTensor, native, pack, parse, quantize, unpack
 from tests.helpers.packing import INPUT, MODELS, backward, build, mlp, numbers, packed, run, same, sampler_of
 
 FORMATS = ["bfp8", "bfp8/tensor", "bfp8/32", "fixed8.6", "fp8_e4m3", "bfp4"]
@@ -316,3 +316,11 @@ def test_evaluation_dtypes_and_meta_tensors() -> None:
     model.float().to("meta")
     assert all(isinstance(p, QTensor) and p.is_meta for p in model.parameters())
     assert model(x.to("meta")).shape == (5, 3)
+
+
+def test_a_model_that_is_frozen_is_not_packed_in_silence() -> None:
+    model = nn.Linear(4, 3).requires_grad_(False)
+    with pytest.warns(QLangevinWarning, match=r"nothing was packed: .*frozen=True"):
+        pack(model, "bfp8")
+    assert all(isinstance(p, QTensor) for p in pack(model, "bfp8", frozen=True).parameters())
+    pack(nn.ReLU(), "bfp8")  # has nothing to pack

@@ -128,3 +128,8 @@ def test_gradients_it_cannot_use_are_type_errors() -> None:
     embedding(torch.tensor([1, 2])).sum().backward()
     with pytest.raises(TypeError, match=r"parameter 0 \(shape \(5, 2\)\) has a sparse gradient"):
         sampler.step()
+
+
+def test_a_model_in_the_place_of_its_parameters_is_refused_with_the_remedy() -> None:
+    with pytest.raises(TypeError, match=r"got a Linear; give model.parameters\(\)"):
+        SGLD(nn.Linear(2, 2), 0.1, 100)  # type: ignore[arg-type]

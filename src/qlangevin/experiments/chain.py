@@ -67,7 +67,8 @@ def prepare_chain(
     model = build_network(config, data, chain)
     if warm_start is not None:
         SampleStore.open(warm_start)[-1].load_into(model)
-    lower(model, config.activation_format, config.activation_format, functions=False, seed=seed, stream=chain)
+    format = config.activation_format or "fp32"
+    lower(model, format, format, functions=False, seed=seed, stream=chain)
     if low is not None and parse(low).storage_bits >= 8:  # packing two codes in a byte takes too much time
         pack(model, weights=low, seed=seed, stream=chain)
         if ranks.size > 1:  # DDP needs floats: the rounded values, from which accumulators start too

@@ -39,7 +39,8 @@ Batch = tuple[Tensor, Tensor]
 def open_posterior(config: Experiment, data: Data, *folders: Path) -> Posterior:
     """Open the average over the samples of all chains of one run, or of several."""
     model = build_network(config, data)
-    lower(model, config.activation_format, config.activation_format, functions=False)
+    format = config.activation_format or "fp32"
+    lower(model, format, format, functions=False)
     return Posterior.open(folders, model)
 
 

@@ -48,10 +48,10 @@ class Report:
     ess: float
 
     def __str__(self) -> str:
-        return (
-            f"{self.samples} samples of {self.bytes_per_sample:,} bytes; training loss {self.loss:.4f}, "
-            f"R-hat {self.r_hat:.3f}, {self.ess:.0f} effective samples"
-        )
+        of = f"{self.samples} samples of {self.bytes_per_sample:,} bytes; training loss {self.loss:.4f}"
+        if math.isnan(self.r_hat):
+            return f"{of}; no R-hat, for which it takes {FEWEST} samples with a loss"
+        return f"{of}, R-hat {self.r_hat:.3f}, {self.ess:.0f} effective samples"
 
 
 class Collector:

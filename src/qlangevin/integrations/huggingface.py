@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from .._validate import check_flag
 from .._warnings import warn
+from ..sampling.loss_sums import warn_of_sum
 from ..sampling.stepping import Stepper
 from . import trainer_checks
 from .collecting import Collecting, Collector, find_sampler
@@ -119,10 +120,12 @@ class _StepLoss:
         self._parts: list[Tensor] = []
         self._hook: Any = None
         self._normalized = False  # whether the model divides by the items of all micro-batches
+        self._labels: list[Any] = []  # of the first step
 
     def attach(self, model: nn.Module, sampler: Stepper, loader: Any, passes: int) -> None:
         self.detach()
-        self._sampler, self._loader, self._passes, self._first = sampler, loader, passes, True
+        self._sampler, self._loader, self._passes = sampler, loader, passes
+        self._first, self._labels = True, []
         self._hook = model.register_forward_hook(self._hear, with_kwargs=True)
 
     def detach(self) -> None:
@@ -137,19 +140,23 @@ class _StepLoss:
             return
         self._normalized = kwargs.get("num_items_in_batch") is not None
         self._parts.append(loss.detach())
-        if self._first:
-            self._first = False
-            _check_terms(model, kwargs.get("labels"), self._sampler, self._loader)
-            if self._passes == 1 and self._normalized:
-                _check_items(model, kwargs.get("labels"), float(kwargs["num_items_in_batch"]))
+        if not self._first:
+            return
+        labels = kwargs.get("labels")
+        self._labels.append(labels)
+        if len(self._labels) == 1:
+            warn_of_sum(self._sampler, loss, stacklevel=5)
+            _check_terms(model, labels, self._sampler, self._loader)
             if self._passes > 1 and self._normalized:
                 _check_normalization(model, args, kwargs, self._passes)
+        if len(self._labels) == self._passes and self._normalized:
+            _check_items(model, self._labels, float(kwargs["num_items_in_batch"]))
 
     def take(self) -> Tensor | None:
         """Return the loss of the step that has ended, None if the model returned none."""
         if not self._parts:
             return None
-        parts, self._parts = torch.stack(self._parts), []
+        parts, self._parts, self._first, self._labels = torch.stack(self._parts), [], False, []
         return parts.sum() if self._normalized else parts.mean()
 
 
@@ -241,14 +248,14 @@ def _check_terms(model: nn.Module, labels: Any, sampler: Stepper, loader: Any) -
     trainer_checks.check_num_data(num_data, examples, valid / len(labels))
 
 
-def _check_items(model: nn.Module, labels: Any, items: float) -> None:
+def _check_items(model: nn.Module, labels: list[Any], items: float) -> None:
     """Warn if the Trainer has a model divide its loss by labels that it does not predict, such as the first of each text.
 
     In transformers 5.23 it leaves out the first only for models that name their loss, and GPT2LMHeadModel does not.
     """
-    if not isinstance(labels, Tensor) or labels.dim() < 2 or not _predicts_next(model):
+    if not all(isinstance(each, Tensor) and each.dim() > 1 for each in labels) or not _predicts_next(model):
         return
-    predicted = _count_predicted(model, labels)
+    predicted = sum(_count_predicted(model, each) for each in labels)
     if predicted and abs(items / predicted - 1) > 0.01:
         inner = "model" if _base_of(model) is model else "model.get_base_model()"
         warn(

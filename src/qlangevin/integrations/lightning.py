@@ -28,6 +28,7 @@ from torch import Tensor
 from .._validate import check_flag
 from .._warnings import warn
 from ..quantization.qtensor import QTensor
+from ..sampling.loss_sums import warn_of_sum
 from ..sampling.schedules import Schedule
 from ..sampling.stepping import Stepper
 from ..storage import model_tensors
@@ -68,7 +69,7 @@ class _Hooks(Collecting):
         self._allow_clipping, self._options = check_flag("allow_clipping", allow_clipping), store_options
         self._saved: Tensor | None = None
         self._parts: list[Tensor] = []
-        self._steps = 0
+        self._steps, self._first = 0, True
 
     # ---- hooks of the Trainer
 
@@ -92,7 +93,13 @@ class _Hooks(Collecting):
                 (Path(folder) / FILE).write_bytes(self._saved.numpy().tobytes())
                 self._collector.load(Path(folder) / FILE)
             self._saved = None
-        self._steps, self._parts = trainer.global_step, []
+        self._steps, self._parts, self._first = trainer.global_step, [], True
+
+    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
+        """Warn if the first loss is a sum; Lightning has divided it by the number of batches of a step."""
+        if self._first:
+            self._first = False
+            warn_of_sum(self._collector.sampler, loss, int(trainer.accumulate_grad_batches), stacklevel=5)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Note the loss, and collect a sample if this batch ended a step and it is time for one."""
@@ -105,7 +112,7 @@ class _Hooks(Collecting):
         total = torch.stack(self._parts).sum() if self._parts else None
         self._parts = []
         self._collector.step(total, may_be_skipped=_is_scaled(trainer))
-        if self._collector.store is not None and trainer.global_step % trainer.log_every_n_steps == 0:
+        if trainer.loggers and self._collector.store is not None and self._steps % trainer.log_every_n_steps == 0:
             pl_module.log("samples", float(len(self._collector.store)), logger=True, batch_size=1)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:

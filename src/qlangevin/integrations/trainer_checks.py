@@ -33,7 +33,8 @@ def check_parameters(model: nn.Module, sampler: Stepper) -> None:
         )
     if not any(p.requires_grad for p in stepped):
         raise ValueError(
-            f"none of the sampler's {len(stepped)} parameters has requires_grad=True: there is nothing to sample"
+            f"none of the sampler's {len(stepped)} parameters has requires_grad=True: there is nothing to sample. Make the "
+            "sampler after get_peft_model, of model.parameters(): adapters are new parameters, and those of before are frozen"
         )
 
 

@@ -18,6 +18,7 @@ from torch import nn
 
 from .._select import Choice, select_modules
 from .._validate import check_choice
+from .._warnings import warn
 from ..quantization.formats import FP32, Format, parse
 from ..quantization.operators import Rounding
 from ..quantization.random import Key
@@ -65,8 +66,8 @@ def lower(
 
     Args:
         model: any module; `unlower` undoes this.
-        activations, errors: the formats, Q_A and Q_E; None for full precision. The blocks of ``"bfp8"`` are slices along the
-            first dim, that is examples (the paper's small block); that of ``"bfp8/tensor"`` is all of a tensor.
+        activations, errors: the formats, Q_A and Q_E; None or ``"fp32"`` for full precision. The blocks of ``"bfp8"`` are slices
+            along the first dim, that is examples (the paper's small block); that of ``"bfp8/tensor"`` is all of a tensor.
         layers, skip: which layers, by type, name pattern or predicate of name and module. By default all layers of PyTorch
             (`LAYERS`) and modules of the user's that have no children; see `is_layer`.
         functions, skip_functions: which functions, by name (``"relu"``) or callable (``F.relu``), are lowered like layers
@@ -83,6 +84,11 @@ def lower(
             the outputs of layers and views of them, and a tensor that held a NaN is NaN throughout in backward.
     """
     check_choice("rounding", rounding, ("nearest", "stochastic"))
+    if activations is None and errors is None:
+        warn(
+            "lower rounds nothing: neither activations nor errors have a format. Give them one, such as lower(model, "
+            "activations='bfp8', errors='bfp8'); 'fp32' is full precision without this warning"
+        )
     names = _format_name(activations), _format_name(errors)
     chosen, wanted = select_modules(model, layers, skip), choose_functions(functions, skip_functions)
     _check_can_be_lowered(chosen)

@@ -21,6 +21,7 @@ from .device_counts import SamplerCounts
 from .gradient_rows import RowSample
 from .host_copy import is_capturing
 from .kernel_step import step_kernels
+from .loss_sums import FirstBackward
 from .masks import unpack_mask
 from .places import Places, name_parameter
 from .settings import StepSettings
@@ -55,6 +56,7 @@ class Keeper(Optimizer):
         self._counts, self._thetas = SamplerCounts(), dict[Tensor, Tensor]()
         self._given = dict[Tensor, dict[str, Any]]()  # centres and masks of parameters that have not begun
         self._kept, self._keeps_next = dict[Tensor, RowSample](), False
+        self._first_backward = FirstBackward(self)
         self.everyone = list[Tensor]()
         if not hasattr(self, "handle"):  # compiled code refers to it, also after a state was loaded
             self.handle = compiled.register(self)
@@ -65,6 +67,11 @@ class Keeper(Optimizer):
         That makes a diagnosis independent of where a chain was interrupted: what is kept now and then is not saved.
         """
         self._keeps_next = True
+
+    @property
+    def warned(self) -> set[str]:
+        """Topics that the user was warned of."""
+        return self._watch.given
 
     def _name(self, p: Tensor) -> str:
         return name_parameter(self.param_groups, *self._places.find(self.param_groups, p))

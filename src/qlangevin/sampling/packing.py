@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from .._select import Choice, select_modules
 from .._validate import check_choice, check_flag
+from .._warnings import warn
 from ..quantization import random
 from ..quantization.formats import Format, check_holds, parse
 from ..quantization.operators import Rounding
@@ -56,13 +57,15 @@ def pack(
     parsed = parse(weights)
     check_flag("frozen", frozen)
     check_choice("rounding", rounding, ("nearest", "stochastic"))
-    order = {id(p): i for i, p in enumerate(model.parameters())}
-    chosen = [
+    found = [
         (f"{where}.{name}".lstrip("."), module, p)
         for where, module in select_modules(model, layers, skip).items()
         for name, p in module.named_parameters(recurse=False, remove_duplicate=False)
-        if p.requires_grad or (frozen and p.is_floating_point())
     ]
+    order = {id(p): i for i, p in enumerate(model.parameters())}
+    chosen = [each for each in found if each[2].requires_grad or (frozen and each[2].is_floating_point())]
+    if found and not chosen:
+        warn("nothing was packed: no parameter requires gradients; pack(..., frozen=True) packs frozen ones, too")
     for full, module, p in chosen:
         _check_can_be_packed(full, module, p, parsed)
     packed: dict[int, nn.Parameter] = {}

@@ -39,6 +39,11 @@ class Sampler(Stepper):
 
     def __init__(self, params: ParamsT, given: dict[str, Any]) -> None:
         """Validate the settings, which are those of all groups that have none of their own, and begin the chain."""
+        if isinstance(params, nn.Module):
+            raise TypeError(
+                f"params must be the parameters of a model, got a {type(params).__name__}; give model.parameters(), or "
+                "model.named_parameters(), whose names errors and warnings then have"
+            )
         settings = {name: given.get(name, default) for name, default in SETTINGS.items()}
         StepSettings.from_group({**settings, "weight_decay": 0.0})  # num_data, before the prior is divided by it
         prior = resolve_prior(given, {})
@@ -76,6 +81,7 @@ class Sampler(Stepper):
             with torch.no_grad():
                 self._state_of(p, settings)
             self._attach_hook(p)
+            self._first_backward.attach(p)
         self._given = {p: mine for p, mine in self._given.items() if "center" in mine and "center" not in self.state[p]}
         self._list_parameters()
 
@@ -139,6 +145,8 @@ class Sampler(Stepper):
             return loss
         early = self._step_all(gradients)
         self._warn_of_passes("step() takes", early, stacklevel=6)  # torch wraps it twice
+        if not gradients:
+            self._warn_of_nothing(stacklevel=5)
         return loss
 
     @property

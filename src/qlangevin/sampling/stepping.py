@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from .._dtensor import first_anywhere
+from .._warnings import warn_once
 from ..quantization.backend import TensorStep
 from . import in_backward
 from .beside import begins_moments, complete_step, prepare_step, rescale_moments
@@ -131,6 +132,17 @@ class Stepper(Keeper):
             group, _ = self._places.find(self.param_groups, p)
             accumulate = read_options(group, self.step_in_backward).accumulate
             warn_of_passes(self._watch.given, what, passes[p], accumulate, self._name(p), stacklevel)
+
+    def _warn_of_nothing(self, stacklevel: int) -> None:
+        """Warn of a first step that had no gradients; one in backward may be ended before it has begun."""
+        if not self.step_in_backward and not any(state.get("step") for state in self.state.values()):
+            warn_once(
+                self._watch.given,
+                "nothing to step",
+                "step() changes nothing: none of the parameters has a gradient. Call loss.backward() before, for a loss that "
+                "depends on them, and see that they have requires_grad=True",
+                stacklevel,
+            )
 
     def _look(self, plan: Plan) -> None:
         """Look at parameters that are about to step, if it is time."""

@@ -6,7 +6,7 @@ grid; every other parameter and buffer is stored as it is.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 
 import torch
@@ -123,7 +123,17 @@ def check_fits(
             odd.append(f"{name!r} is {there} there and {here} in the model")
     if odd:
         more = f"; and {len(odd) - 5} more" if len(odd) > 5 else ""
-        raise ValueError(f"{what} is of another model: {'; '.join(odd[:5])}{more}")
+        raise ValueError(f"{what} is of another model: {'; '.join(odd[:5])}{more}{_explain_adapters(found, tensors)}")
+
+
+def _explain_adapters(found: Iterable[str], stored: Iterable[str]) -> str:
+    """Return a sentence on adapters that only one of the two has; peft names what they are on ``base_layer``."""
+    here, there = (any(".base_layer." in name for name in names) for names in (found, stored))
+    if there and not here:
+        return ". It was sampled with an adapter: give it the model that get_peft_model makes, with the same config"
+    if here and not there:
+        return ". It was sampled without an adapter: give it the model as it is before get_peft_model"
+    return ""
 
 
 def _is_frozen(info: TensorInfo) -> bool:
