@@ -33,6 +33,9 @@ def test_ranks_share_the_chains(tmp_path: Path) -> None:
 
 
 def test_ranks_need_a_store() -> None:
-    for outcome in try_on_ranks(estimate, 2, None):
-        assert outcome.error == "ValueError"
-        assert "need a store" in outcome.message
+    outcomes = try_on_ranks(estimate, 2, None)
+    refused = [outcome for outcome in outcomes if outcome.error == "ValueError"]
+    assert refused
+    assert all("need a store" in outcome.message for outcome in refused)
+    # A rank that is late may find that the other one has ended before it gets to refuse.
+    assert {outcome.error for outcome in outcomes} <= {"ValueError", "MissingRankError"}
