@@ -24,8 +24,8 @@ class SGHMC(Sampler):
 
     with friction Γ and stepsize η such that lr = η/Γ and friction = Γη; ``integrator="splitting"`` takes another step of the same
     dynamics. Q^vc draws v' first, then θ' given v': mean, variances and covariance are those of the integrator, on the grids,
-    as long as each variance exceeds the v_s of its grid. If less is left for θ', it is rounded with v_s, which adds at most
-    Δ²/4 to the 2 lr T / N by which a step heats the weights.
+    as long as each variance exceeds the v_s of its grid. If less is left for θ', it is rounded with v_s: that adds ρ <= Δ²/4 to its
+    variance, and raises that of a posterior of width σ by the factor 1 + ρ/(2 lr T/N) + ρ/(2 friction σ²).
 
     **From SGLD.** ``lr`` is that of the SGLD with the same long-run drift and diffusion; at high friction this is SGLD. With less
     friction a velocity lasts 1/friction steps. The exact integrator is stable for lr · curvature < 2, as SGLD is: take SGLD's
