@@ -58,4 +58,14 @@ def test_the_command_line_takes_a_folder(tmp_path: Path, capsys: pytest.CaptureF
     [part] = json.loads(capsys.readouterr().out)["parts"]
     assert part["settings"]["num_data"] == 16
     assert main([*arguments, "--length", "999"]) == 2
-    assert "fewer than one sequence" in capsys.readouterr().err
+    assert "--length=999 is longer than the" in capsys.readouterr().err
+    text.write_text("1 2 3")
+    assert main(arguments) == 2
+    assert "has 3 tokens, fewer than one sequence" in capsys.readouterr().err
+    words = {str(i): i for i in range(2 * VOCABULARY)}  # a tokenizer of another model
+    other = Tokenizer(models.WordLevel(words, unk_token="0"))
+    other.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=other).save_pretrained(tmp_path / "model")
+    text.write_text(" ".join(words))
+    assert main(arguments) == 2
+    assert "do not belong together" in capsys.readouterr().err

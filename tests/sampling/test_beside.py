@@ -280,6 +280,8 @@ WRONG: list[tuple[type[Exception], str, dict[str, Any]]] = [
     (ValueError, "infinity or a NaN", {"localization": 1.0, "center": [torch.full((16, 32), math.nan)]}),
     (TypeError, "floating tensor", {"localization": 1.0, "center": [torch.zeros(16, 32, dtype=torch.int64)]}),
     (ValueError, "preconditioner must be", {"preconditioner": "adam"}),
+    (ValueError, "'bfp4' is coarser than weights='bfp8'", {"accumulator": "bfp4", "preconditioner": "rms"}),
+    (ValueError, "unknown format 'nothing'", {"center_format": "nothing"}),
     (ValueError, "entry for 'w'", {"mask": {"w": torch.ones(16, 32, dtype=torch.bool)}}),
 ]
 
@@ -309,10 +311,31 @@ def test_a_preconditioner_that_makes_no_sense_is_refused(message: str, settings:
         ql.RMS(**settings)
 
 
-@pytest.mark.parametrize("friction", [0.0, -0.1, math.inf, math.nan, True, "much"])
+@pytest.mark.parametrize("friction", [0.0, -0.1, math.inf, math.nan, True, "much", None])
 def test_a_friction_that_makes_no_sense_is_refused(friction: Any) -> None:
     with pytest.raises(ValueError, match="friction must be"):
         ql.SGHMC([weights()], lr=0.1, num_data=100, friction=friction)
+
+
+@pytest.mark.parametrize(
+    ("weights_", "accumulator"), [("fixed8.6", "fixed8.3"), ("bf16", "fp8_e5m2"), ("fp16", "bf16"), ("bfp8/16", "bfp6")]
+)
+def test_an_accumulator_that_is_coarser_than_its_weights_is_refused(weights_: str, accumulator: str) -> None:
+    with pytest.raises(ValueError, match="is coarser than weights"):
+        ql.SGLD([weights()], lr=0.1, num_data=100, weights=weights_, accumulator=accumulator)
+    packed = ql.pack(nn.Linear(4, 4), weights_)
+    with pytest.raises(ValueError, match="is coarser than weights"):
+        ql.SGHMC(packed.parameters(), lr=0.1, num_data=100, accumulator=accumulator)
+
+
+@pytest.mark.parametrize("unused", [{"center": [torch.zeros(16, 32)]}, {"center_format": "bf16"}])
+def test_a_centre_that_nothing_uses_is_warned_of(unused: dict[str, Any]) -> None:
+    with pytest.warns(ql.QLangevinWarning, match="a centre is given, but nothing uses it") as found:
+        ql.SGLD([weights()], lr=0.1, num_data=100, **unused)
+    assert len(found) == 1
+    assert found[0].filename == __file__
+    ql.SGLD([weights()], lr=0.1, num_data=100, localization=1.0, **unused)
+    ql.SGLD([weights()], lr=0.1, num_data=100, box=1.0, **unused)
 
 
 def test_saved_states_that_do_not_fit_are_refused() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from qlangevin import SGLD, QLangevinWarning, pack
+from qlangevin import SGHMC, SGLD, QLangevinWarning, pack
 from qlangevin.sampling.watch import is_look
 
 SATURATED = (
@@ -111,3 +111,34 @@ def test_a_first_step_without_gradients_is_said_once() -> None:
     sampler.zero_grad()
     sampler.step()  # others may step it alternately
     SGLD(model.parameters(), 0.1, 100, step_in_backward=True).step()  # ends a step that has not begun
+
+
+def test_velocities_at_the_end_of_their_range_are_said_once() -> None:
+    """A chain far from its mode at a low temperature: velocities of 2000 standard deviations, where fp8_e4m3 ends at 448."""
+
+    def run(velocity: str) -> list[str]:
+        p = nn.Parameter(torch.full((64,), 0.9))
+        sampler = SGHMC([p], lr=0.5, num_data=50_000, temperature=1e-3, weights="fixed16.13", velocity=velocity)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(20):
+                p.grad = 0.3 * p.detach()
+                sampler.step()
+        assert all(w.filename == __file__ for w in caught)
+        return [str(w.message) for w in caught]
+
+    (message,) = run("fp8_e4m3")
+    assert "64 of 64 velocities of parameter 0 (shape (64,)) are at an end of the range of fp8_e4m3, 448" in message
+    assert 'velocity="bf16"' in message
+    assert run("bf16") == []
+
+
+def test_accumulators_at_the_end_of_their_range_are_said() -> None:
+    """Weights up to 15.9 over an accumulator that ends at 2: steps are clipped where the weights have no end."""
+    p = nn.Parameter(torch.full((64,), 3.0))
+    sampler = SGLD([p], lr=0.1, num_data=100, weights="fixed8.3", accumulator="fixed16.14")
+    p.grad = torch.ones(64)
+    with pytest.warns(
+        QLangevinWarning, match=r"64 of 64 accumulators of .* range of fixed16.14, -2 to 1.99994, where updates"
+    ):
+        sampler.step()

@@ -173,6 +173,31 @@ def test_another_estimate_does_not_use_the_store(tmp_path: Path) -> None:
         ql.slt.llc(model, loader, HALF_SQUARE, store=tmp_path, **QUICK)
 
 
+def test_a_store_is_of_one_mask_one_loss_and_the_same_data(tmp_path: Path) -> None:
+    model, loader = regression()
+    data = loader.dataset
+    assert isinstance(data, TensorDataset)
+    x, y = data.tensors
+    good: dict[str, Any] = {"masks": {"a": {"weight": (0, slice(0, 8))}}, "observables": {"some": loader}, **QUICK}
+    ql.slt.llc(model, loader, HALF_SQUARE, store=tmp_path, **good)
+
+    def refuse(match: str, **changed: Any) -> None:
+        given = {"model": model, "loader": loader, "loss": HALF_SQUARE, **good, **changed}
+        with pytest.raises(ValueError, match=rf"holds another estimate: {match}"):
+            ql.slt.llc(store=tmp_path, **given)
+
+    half = DataLoader(TensorDataset(x[:250], y[:250]), batch_size=250)
+    refuse("masks.a is", masks={"a": {"weight": (0, slice(8, 16))}})
+    refuse("batch_size is 500 there and 100 here", loader=DataLoader(data, batch_size=100))
+    refuse("the loss at w. is", loader=DataLoader(TensorDataset(2 * x, y), batch_size=500))
+    refuse("the loss at w. is", loss=lambda m, b: 2 * HALF_SQUARE(m, b))
+    refuse("observables.some is", observables={"some": half})
+    refuse("observables.other is 'absent' there", observables={"some": loader, "other": half})
+    refuse("init_batches is None there and 1 here", init_batches=1)
+    again = ql.slt.llc(model, loader, lambda m, b: HALF_SQUARE(m, b) * (1 + 1e-6), store=tmp_path, **good)
+    assert again.observables["some"].shape == (2, 12, 500)  # losses that differ by rounding are the same
+
+
 def test_masks_move_what_they_select() -> None:
     model, loader = regression()
     some: Any = {

@@ -166,10 +166,18 @@ class Llc:
         model = AutoModelForCausalLM.from_pretrained(self.network, local_files_only=True)
         numbers = AutoTokenizer.from_pretrained(self.network, local_files_only=True)(words)["input_ids"]
         length = check_integer("length", self.length, 2)
+        most = getattr(model.config, "max_position_embeddings", None)
+        if most is not None and length > most:
+            raise ValueError(f"--length={length} is longer than the {most} tokens that the model has positions for")
         count = len(numbers) // length if self.limit is None else min(self.limit, len(numbers) // length)
         if count < 1:
             raise ValueError(f"{self.text} has {len(numbers)} tokens, fewer than one sequence of --length={length}")
         ids = torch.tensor(numbers[: count * length]).view(count, length)
+        known = model.get_input_embeddings().num_embeddings
+        if int(ids.max()) >= known:
+            raise ValueError(
+                f"the tokenizer gives token {int(ids.max())}, and the model has {known}: they do not belong together"
+            )
         return model, DataLoader(TensorDataset(ids), batch_size=min(self.batch, count)), _first_of_batch
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .._dtensor import check_shard, first_anywhere, local
 from ..quantization import operators
-from ..quantization.formats import FP8_E4M3, FP32, check_holds, parse
+from ..quantization.formats import FP8_E4M3, FP32, BlockFloat, FixedPoint, Float, check_holds, parse
 from ..quantization.qtensor import QTensor, decoded
 from .gradients import first_not_finite
 from .replacing import check_not_replaced
@@ -25,6 +25,8 @@ def check_parameter(p: Tensor, settings: StepSettings) -> None:
         return  # it is frozen, and will not be stepped
     part = local(p)
     _check_dtype(part.dtype, settings.weights, settings.accumulator)
+    if settings.accumulator and (settings.weights or isinstance(part, QTensor)):
+        _check_finer(str(settings.weights_format(part)), settings.accumulator)
     if isinstance(part, QTensor):
         if part.is_view:
             raise ValueError("it is a view of a packed tensor; only all of it can be stepped")
@@ -63,6 +65,23 @@ def _check_dtype(dtype: torch.dtype, weights: str | None, accumulator: str | Non
     check_holds(dtype, parse(weights) if weights else FP32 if dtype == torch.float32 else FP8_E4M3)
     if accumulator:
         check_holds(operators.working_dtype(dtype), parse(accumulator))
+
+
+@lru_cache(maxsize=1024)
+def _check_finer(weights: str, accumulator: str) -> None:
+    """Refuse an accumulator of the same kind as the weights that is coarser than they are."""
+    grid, steps = parse(weights), parse(accumulator)
+    if isinstance(grid, FixedPoint) and isinstance(steps, FixedPoint):
+        coarser = steps.frac < grid.frac
+    elif isinstance(grid, Float) and isinstance(steps, Float):
+        coarser = steps.man < grid.man
+    else:
+        coarser = isinstance(grid, BlockFloat) and isinstance(steps, BlockFloat) and steps.bits < grid.bits
+    if coarser:
+        raise ValueError(
+            f"accumulator={accumulator!r} is coarser than weights={weights!r}: it takes the steps, so that the weights' last bits"
+            " would say nothing. Leave the accumulator out, or take a finer one, such as 'fp32'"
+        )
 
 
 def first_not_a_number(params: list[Tensor]) -> int:

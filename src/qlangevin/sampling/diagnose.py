@@ -26,7 +26,7 @@ from .masks import unpack_mask
 from .preconditioner import gain
 from .remedies import Case, find_remedies, least_format, total_sums
 from .settings import StepSettings
-from .step_variance import Proposal, join
+from .step_variance import Proposal, join, measure_step
 from .update import Beside, force, quantize_for
 from .watch import count_saturated
 
@@ -49,19 +49,39 @@ def propose_step(theta: Tensor, gradient: Tensor, settings: StepSettings, beside
     rows = beside or Rows(Beside())
     f = force(theta, -gradient if settings.maximize else gradient, settings, rows.beside)
     gains, v = rows.beside.gain, torch.full((), settings.variance, dtype=theta.dtype, device=theta.device)
-    heat = None
-    if rows.velocity is None:
-        drift = -settings.lr * f
-    else:
-        c, scale = settings.underdamped(rows.unit), torch.ones(()) if gains is None else gains.sqrt()
-        noise = c.velocity_variance**0.5 * random.normal(Key(0), theta.numel(), device=theta.device).view(theta.shape)
-        drift = (c.carry * rows.velocity + c.follow * noise.to(theta.dtype)) / scale + c.push * f
-        heat, v = v, c.variance / settings.variance * v if settings.variance > 0 else v
-    if gains is not None:
-        drift, v, heat = drift * gains, v * gains, None if heat is None else heat * gains
-    if rows.beside.moving is not None:
-        drift = torch.where(rows.beside.moving, drift, 0)
-    return Proposal(theta, drift, v, heat)
+    moving, slope = rows.beside.moving, -settings.lr * (f if gains is None else f * gains)
+    v = v if gains is None else v * gains
+    if moving is not None:
+        slope = torch.where(moving, slope, 0)
+    return (
+        Proposal(theta, slope, v) if rows.velocity is None else _propose_underdamped(theta, f, slope, v, settings, rows)
+    )
+
+
+def _propose_underdamped(
+    theta: Tensor, f: Tensor, slope: Tensor, noise: Tensor, settings: StepSettings, rows: Rows
+) -> Proposal:
+    """Return the step of the weights given a velocity that is drawn here, and what rounding the velocities adds to its heat.
+
+    Noise of variance ρ that only the weights get raises their variance σ² by the factor 1 + ρ/(2 lr T/N) + ρ/(2 c σ²): the second
+    part is energy that friction c has to take out again. Without a width σ only the first is known.
+    """
+    u, gains, moving = rows.velocity, rows.beside.gain, rows.beside.moving
+    assert u is not None
+    c, scale = settings.underdamped(rows.unit), None if gains is None else gains.sqrt()
+    kick = c.fade * u + c.kick * (f if scale is None else f * scale)
+    xi = c.velocity_variance**0.5 * random.normal(Key(0), theta.numel(), device=theta.device).view(theta.shape)
+    drift = c.carry * u + c.follow * xi.to(theta.dtype)
+    drift = (drift if scale is None else drift * scale) + c.push * (f if gains is None else f * gains)
+    v = noise * (c.variance / settings.variance) if settings.variance > 0 else noise
+    heat = noise if not rows.width else noise / (1 + noise / (2 * (settings.friction or 0.0) * rows.width**2))
+    warmer = torch.zeros_like(theta)
+    if c.velocity_variance > 0:
+        proposal = Proposal(u, kick, torch.full_like(noise, c.velocity_variance))
+        warmer = (measure_step(proposal, rows.format, settings.rounding).inflation - 1).to(theta.dtype)
+    if moving is not None:
+        drift, warmer = torch.where(moving, drift, 0), torch.where(moving, warmer, 0)
+    return Proposal(theta, drift, v, noise, slope, heat, warmer)
 
 
 class Rows(NamedTuple):
@@ -70,9 +90,21 @@ class Rows(NamedTuple):
     beside: Beside
     velocity: Tensor | None = None
     unit: float = 1.0
+    format: str | None = None  # of the velocity
+    width: float | None = None  # of the posterior
+
+    def kinetic(self, settings: StepSettings) -> float | None:
+        """Return the temperature of the velocities over that asked for; None without either."""
+        moving, heat = self.beside.moving, settings.temperature / settings.num_data
+        if self.velocity is None or not heat or (moving is not None and not bool(moving.any())):
+            return None
+        u = (self.velocity if moving is None else self.velocity[moving]).double()
+        return float(u.square().mean()) * self.unit**2 / heat
 
 
-def read_rows(theta: Tensor, state: Mapping[str, Any], settings: StepSettings, rows: slice) -> Rows:
+def read_rows(
+    theta: Tensor, state: Mapping[str, Any], settings: StepSettings, rows: slice, width: float | None = None
+) -> Rows:
     """Return what a sampler keeps for some rows of a parameter; gains only once there are moments."""
     dtype, rms = operators.working_dtype(theta.dtype), settings.rms
 
@@ -85,7 +117,7 @@ def read_rows(theta: Tensor, state: Mapping[str, Any], settings: StepSettings, r
     beside = Beside(center, gains, moving)
     if settings.friction is None or "velocity" not in state:
         return Rows(beside)
-    return Rows(beside, take(state["velocity"]), state["velocity_unit"])
+    return Rows(beside, take(state["velocity"]), state["velocity_unit"], settings.velocity_format(theta), width)
 
 
 def take_rows(gradient: Tensor, settings: StepSettings, key: Key) -> tuple[RowSample, float | None]:
@@ -100,13 +132,14 @@ def take_rows(gradient: Tensor, settings: StepSettings, key: Key) -> tuple[RowSa
 
 
 def measure_parameter(
-    name: str, theta: Tensor, state: Mapping[str, Any], sample: RowSample, settings: StepSettings
-) -> Case:
+    name: str, theta: Tensor, state: Mapping[str, Any], sample: RowSample, settings: StepSettings,
+    width: float | None = None,
+) -> Case:  # fmt: skip
     """Return one parameter, ready to be diagnosed; ``sample`` has the gradient of some rows, after Q_G."""
     weights = decoded_as(theta.detach(), operators.working_dtype(theta.dtype))
     base = as_rows(state["accumulator"] if settings.accumulator and "accumulator" in state else weights)
     some = base[sample.rows]
-    beside = read_rows(theta, state, settings, sample.rows)
+    beside = read_rows(theta, state, settings, sample.rows, width)
     proposal = propose_step(some, sample.gradient.to(some.dtype).reshape(some.shape), settings, beside)
     if len(some) < len(base):  # blocks of whole tensors take their gap from the largest weight
         largest = int(base.flatten(1).abs().amax(1).argmax()) if base.dim() > 1 else int(base.abs().argmax())
@@ -115,6 +148,7 @@ def measure_parameter(
     return Case(
         name, theta.numel(), theta.shape, theta.dtype, proposal, len(some), format,
         settings.accumulator, settings.rounding, settings.lr, count_saturated(weights, format) / max(1, theta.numel()),
+        beside.kinetic(settings),
     )  # fmt: skip
 
 
@@ -123,25 +157,27 @@ def diagnose_parameters(measured: Sequence[Measured], tolerance: float = TOLERAN
     if not tolerance > 1:
         raise ValueError(f"tolerance must be above 1, such as {TOLERANCE}, got {tolerance!r}")
     cases = [each.case for each in measured]
-    noisy = all(float(case.proposal.variance.max()) > 0 for case in cases)
+    noisy = [case for case in cases if case.proposal.noisy]
     parts = []
     for case, zeros, width in measured:
         found = ParameterDiagnosis.of(
             case.name, str(case.grid), case.sums, gap_over_width=None, saturated=case.saturated, zero_gradients=zeros,
-            suffices=least_format(case, tolerance) if noisy else None,
+            suffices=least_format(case, tolerance) if case.proposal.noisy else None, kinetic=case.kinetic,
         )  # fmt: skip
         parts.append(_with_width(found, width))
-    formats = dict.fromkeys(part.format for part in parts)
-    shares: dict[str, Any] = {name: total_share(parts, name) for name in ("saturated", "zero_gradients")}
-    total = ParameterDiagnosis.of(
-        "all", next(iter(formats)) if len(formats) == 1 else "several", total_sums(cases), gap_over_width=None, **shares
-    )
-    total = _with_width(
-        total, _root_mean_square([(part.size, m.width) for part, m in zip(parts, measured, strict=True)])
-    )
-    advice = tuple(find_remedies(cases, tolerance)) if noisy else ()
+    width = _root_mean_square([(part.size, m.width) for part, m in zip(parts, measured, strict=True)])
+    total = _with_width(_total(parts, noisy or cases), width)
     nbytes = sum(case.nbytes for case in cases) / sum(case.size for case in cases)
-    return Diagnosis(tuple(parts), total, advice, nbytes, tolerance)
+    return Diagnosis(tuple(parts), total, tuple(find_remedies(noisy, tolerance)) if noisy else (), nbytes, tolerance)
+
+
+def _total(parts: Sequence[ParameterDiagnosis], noisy: Sequence[Case]) -> ParameterDiagnosis:
+    """Return the figures over all weights; what concerns noise, over those that have noise."""
+    formats = dict.fromkeys(part.format for part in parts)
+    shares: dict[str, Any] = {name: total_share(parts, name) for name in ("saturated", "zero_gradients", "kinetic")}
+    name = next(iter(formats)) if len(formats) == 1 else "several"
+    found = ParameterDiagnosis.of("all", name, total_sums(noisy), gap_over_width=None, **shares)
+    return replace(found, size=sum(part.size for part in parts))
 
 
 def join_batches(batches: Sequence[Sequence[Measured]]) -> list[Measured]:
@@ -205,7 +241,7 @@ def measure_sampler(
         theta, state, settings = local(p), sampler.state[p], StepSettings.from_group(group)
         found = None if has_no_numbers(p) or not theta.numel() else _gradient(sampler, p, state, settings)
         if found is not None:
-            yield Measured(measure_parameter(name, theta, state, found[0], settings), found[1], width)
+            yield Measured(measure_parameter(name, theta, state, found[0], settings, width), found[1], width)
 
 
 def _gradient(

@@ -26,16 +26,16 @@ class Sums(NamedTuple):
     inflation: float
     resolution: float
     drift: float  # of δ²
-    noise: float  # of v
+    noise: float  # of v; with velocities of 2 lr T / N
     gap: float  # of Δ²
 
     @classmethod
     def of(cls, step: StepVariance, size: int) -> Sums:
         """Return the sums of a step, scaled to a parameter of ``size`` weights."""
-        v = step.v.double().clamp_min(1e-300)
+        v = step.noise.double().clamp_min(1e-300)
         # without noise the ratios are infinite; see `ParameterDiagnosis`
-        shares = (step.above, step.below, step.inflation, step.drift.abs() * step.gap / v)
-        squares = (step.drift.double().square(), step.v, step.gap.square())
+        shares = (step.above, step.below, step.inflation, step.slope.abs() * step.gap / v)
+        squares = (step.drift.double().square(), step.noise, step.gap.square())
         return cls(float(size), *(float(x.double().mean()) * size for x in (*shares, *squares)))
 
     def __add__(self, other: Sums) -> Sums:  # type: ignore[override]
@@ -69,7 +69,8 @@ class ParameterDiagnosis:
     drift: float | None
     """Drift of a step over the gap, both root mean squares; None without a grid."""
     noise: float | None
-    """Standard deviation of the noise of a step over the gap, both root mean squares; None without a grid."""
+    """Standard deviation of the noise of a step over the gap, both root mean squares; None without a grid. That of SGHMC is
+    what SGLD's would be, 2 lr T / N: most of it arrives later, by way of the velocity."""
     gap: float
     """Root mean square of Δ."""
     gap_over_width: float | None
@@ -80,6 +81,8 @@ class ParameterDiagnosis:
     """Share of gradients that Q_G rounds to zero; None if gradients are not rounded."""
     suffices: str | None = None
     """Coarsest format, with the same range or blocks, in which this parameter would be sampled well; None if none is known."""
+    kinetic: float | None = None
+    """Mean square of SGHMC's velocities over T/N: rounding, minibatch noise and the length of the step together."""
 
     @classmethod
     def of(cls, name: str, format: str, sums: Sums, **more: Any) -> ParameterDiagnosis:
@@ -107,7 +110,7 @@ class Remedy:
     """A change of settings, with the inflation that is left and the memory it takes."""
 
     kind: str
-    """"bits", "block", "accumulator", "lr", "rounding" or "range"."""
+    """"bits", "block", "accumulator", "lr", "rounding", "range" or "velocity"."""
     settings: str
     """What to write, such as ``weights="bfp12"``."""
     inflation: float | None
@@ -155,11 +158,11 @@ class Diagnosis:
         many = f"{t.below:.0%} of the weights are limited by the grid"
         if t.saturated > MOST_SATURATED:
             return f"The range does not suffice: {t.saturated:.1%} of the weights are at an end of it; {many}."
+        also = "" if t.kinetic is None else f" Velocities are at {t.kinetic:.3g} times the temperature asked for."
         if self.sufficient:
-            return f"The bits suffice: the effective temperature is {t.inflation:.3g} times the one asked for."
-        return (
-            f"The bits do not suffice: the effective temperature is {t.inflation:.3g} times the one asked for; {many}."
-        )
+            return f"The bits suffice: the effective temperature is {t.inflation:.3g} times the one asked for.{also}"
+        found = f"the effective temperature is {t.inflation:.3g} times the one asked for; {many}"
+        return f"The bits do not suffice: {found}.{also}"
 
     def __str__(self) -> str:
         rows, left_out = self.rows()

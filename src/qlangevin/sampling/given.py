@@ -15,7 +15,7 @@ from .localization import keep_center
 from .masks import pack_mask
 from .settings import StepSettings
 
-__all__ = ["BESIDE", "Center", "Given", "spread_over_groups", "take_from_group"]
+__all__ = ["BESIDE", "Center", "Given", "has_unused_center", "spread_over_groups", "take_from_group"]
 
 Given: TypeAlias = Sequence[Tensor] | Mapping[Any, Tensor]
 Center: TypeAlias = Literal["initial"] | Given
@@ -67,8 +67,16 @@ def _check(p: Tensor, mine: Mapping[str, Any], settings: StepSettings) -> None:
     part = local(p)
     if "mask" in mine:
         pack_mask(mine["mask"], part.shape, part.device)
-    if settings.needs_center and not part.is_meta and (mine["center_format"] is not None or "center" in mine):
-        keep_center(mine.get("center", "initial"), part, settings, mine["center_format"])
+    if part.is_meta or (mine["center_format"] is None and "center" not in mine):
+        return
+    keep_center(mine.get("center", "initial"), part, settings, mine["center_format"])
+
+
+def has_unused_center(group: Mapping[str, Any], settings: StepSettings) -> bool:
+    """Return True if a group has a centre, or a format for it, that no localization and no box uses."""
+    center = group.get("center")
+    given = group.get("center_format") is not None or not (center is None or isinstance(center, str))
+    return given and not settings.needs_center
 
 
 def _as_list(params: Any) -> list[Any]:

@@ -39,6 +39,8 @@ class Case:
     lr: float
     saturated: float
     """Share of weights at an end of their range."""
+    kinetic: float | None = None
+    """Temperature of the velocities over that asked for."""
 
     @property
     def grid(self) -> str | None:
@@ -123,8 +125,8 @@ def find_remedies(cases: Sequence[Case], tolerance: float) -> list[Remedy]:
     if sum(c.saturated * c.size for c in cases) > MOST_SATURATED * sum(c.size for c in cases):
         found += _wider(cases)
     if not _repaired(cases, tolerance):
-        underdamped = any(case.proposal.heat is not None for case in cases)  # whose steps are not proportional to lr
-        searches = [_rounding, *([] if underdamped else [_lr]), _block, _bits, _accumulator]
+        underdamped = any(case.proposal.noise is not None for case in cases)  # whose steps are not proportional to lr
+        searches = [_rounding, *([_velocity] if underdamped else [_lr]), _block, _bits, _accumulator]
         remedies = [search(cases, tolerance) for search in searches]
         found += sorted((r for r in remedies if r is not None), key=lambda r: r.bytes_per_weight)
     return found
@@ -201,6 +203,14 @@ def _rounding(cases: Sequence[Case], tolerance: float) -> Remedy | None:
     corrected = [replace(case, rounding="corrected") for case in cases]
     less = abs(total_sums(corrected).mean_inflation - 1) < 0.9 * abs(total_sums(cases).mean_inflation - 1)
     return _remedy("rounding", 'rounding="corrected"', corrected) if less else None
+
+
+def _velocity(cases: Sequence[Case], tolerance: float) -> Remedy | None:
+    """Give velocities 16 bits: at any friction above 1e-5 they then have the variance asked for."""
+    without = [replace(case, proposal=case.proposal._replace(warmer=None)) for case in cases]
+    if not _repaired(without, tolerance):
+        return None
+    return _remedy("velocity", 'velocity="bf16"', without, "and one byte more for each velocity")
 
 
 def _lr(cases: Sequence[Case], tolerance: float) -> Remedy | None:

@@ -11,12 +11,13 @@ from torch.optim.optimizer import ParamsT
 
 from .._dtensor import local
 from .._validate import check_flag
+from .._warnings import warn_once
 from ..quantization.qtensor import decoded
 from . import compiled
 from .checks import check_parameter, first_not_a_number
 from .diagnose import diagnose_sampler
 from .diagnosis import TOLERANCE, Diagnosis
-from .given import spread_over_groups, take_from_group
+from .given import has_unused_center, spread_over_groups, take_from_group
 from .grad_scale import divide_gradients, takes_scaled_gradients
 from .in_backward import drop_passes, read_options, refuse_pass
 from .interrupts import Uninterrupted
@@ -54,7 +55,13 @@ class Sampler(Stepper):
         self._begin_watching()
         groups = spread_over_groups(params, given)
         for group in groups if isinstance(groups, list) else ():  # all of them, before the first is put on its grid
-            take_from_group(group, self._settings_of(group, defaults))
+            own = self._settings_of(group, defaults)
+            take_from_group(group, own)
+            if has_unused_center(group, own):
+                message = (
+                    "a centre is given, but nothing uses it: give localization=, or box=, which it is the centre of"
+                )
+                warn_once(self._watch.given, "center", message, stacklevel=3)
         super().__init__(groups, defaults)
 
     def _settings_of(self, group: dict[str, Any], defaults: dict[str, Any]) -> StepSettings:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch.optim.optimizer import ParamsT
 
 from ..quantization.formats import Format
@@ -9,6 +11,7 @@ from ..quantization.operators import Algorithm, Rounding
 from .given import Center, Given
 from .preconditioner import RMS
 from .sampler import Sampler
+from .settings import StepSettings
 from .underdamped import Integrator
 
 __all__ = ["SGHMC"]
@@ -24,8 +27,8 @@ class SGHMC(Sampler):
 
     with friction Γ and stepsize η such that lr = η/Γ and friction = Γη; ``integrator="splitting"`` takes another step of the same
     dynamics. Q^vc draws v' first, then θ' given v': mean, variances and covariance are those of the integrator, on the grids,
-    as long as each variance exceeds the v_s of its grid. If less is left for θ', it is rounded with v_s, which adds at most
-    Δ²/4 to the 2 lr T / N by which a step heats the weights.
+    as long as each variance exceeds the v_s of its grid. If less is left for θ', it is rounded with v_s: that adds ρ <= Δ²/4 to
+    its variance, and raises that of a posterior of width σ by the factor 1 + ρ/(2 lr T/N) + ρ/(2 friction σ²).
 
     **From SGLD.** ``lr`` is that of the SGLD with the same long-run drift and diffusion; at high friction this is SGLD. With less
     friction a velocity lasts 1/friction steps. The exact integrator is stable for lr · curvature < 2, as SGLD is: take SGLD's
@@ -76,3 +79,9 @@ class SGHMC(Sampler):
         preconditioner: str | RMS | None = None,
     ) -> None:
         super().__init__(params, locals())
+
+    def _settings_of(self, group: dict[str, Any], defaults: dict[str, Any]) -> StepSettings:
+        settings = super()._settings_of(group, defaults)
+        if settings.friction is None:
+            raise ValueError("friction must be positive, got None; without velocities the sampler is SGLD")
+        return settings

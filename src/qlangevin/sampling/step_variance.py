@@ -34,14 +34,25 @@ WIDE = 1.0  # from here on the variance of Q^d is s + 1/12 up to 1e-8
 class Proposal(NamedTuple):
     """What a step proposes to some weights, before any grid: θ, drift δ, and variance v, a number or one for each weight.
 
-    What the grid adds to v is compared with ``heat``, the variance by which the step heats the chain: None is v itself. With
-    velocities it is 2 lr T / N, most of which comes by way of the velocity.
+    The others are of velocities, None without them.
     """
 
     theta: Tensor
     drift: Tensor
     variance: Tensor
+    noise: Tensor | None = None
+    """Noise of SGLD at the same learning rate, 2 lr T / N, most of which comes by way of the velocity."""
+    slope: Tensor | None = None
+    """Drift of SGLD at the same learning rate."""
     heat: Tensor | None = None
+    """Variance added to the weights in each step that would double their temperature; of SGLD it is the noise itself."""
+    warmer: Tensor | None = None
+    """Inflation, less 1, that rounding the velocities adds."""
+
+    @property
+    def noisy(self) -> bool:
+        """True if the step adds noise, be it by way of the velocity alone."""
+        return float((self.variance if self.noise is None else self.noise).max()) > 0
 
     def scaled(self, factor: float) -> Proposal:
         """Return the proposal of SGLD at another learning rate: drift and variance are proportional to it."""
@@ -49,20 +60,28 @@ class Proposal(NamedTuple):
 
     def with_row(self, row: Tensor) -> Proposal:
         """Return the proposal with one more row of weights, which do not move: blocks of whole tensors take gaps from it."""
-        parts = [t if t is None or t.dim() == 0 else torch.cat((t, t.amax().expand_as(row))) for t in self[2:]]
-        drift = torch.cat((self.drift, torch.zeros_like(row)))
-        return Proposal(torch.cat((self.theta, row)), drift, cast(Tensor, parts[0]), parts[1])
+
+        def extend(t: Tensor | None, last: Tensor | None = None) -> Tensor | None:
+            if t is None or t.dim() == 0:
+                return t
+            return torch.cat((t, t.amax().expand_as(row) if last is None else last))
+
+        still = torch.zeros_like(row)
+        theta, drift = torch.cat((self.theta, row)), torch.cat((self.drift, still))
+        variance, noise, heat = extend(self.variance), extend(self.noise), extend(self.heat)
+        slope, warmer = extend(self.slope, still), extend(self.warmer, still)
+        return Proposal(theta, drift, cast(Tensor, variance), noise, slope, heat, warmer)
 
 
 def join(proposals: Sequence[Proposal], count: int) -> Proposal:
     """Return the first ``count`` rows of each proposal, and what the first has after them."""
 
-    def cat(each: Sequence[Tensor]) -> Tensor:
-        return each[0] if each[0].dim() == 0 else torch.cat([*(t[:count] for t in each), each[0][count:]])
+    def cat(each: Sequence[Tensor | None]) -> Tensor | None:
+        if (first := each[0]) is None or first.dim() == 0:
+            return first
+        return torch.cat([*(t[:count] for t in each if t is not None), first[count:]])
 
-    heats = [p.heat for p in proposals if p.heat is not None]
-    theta, drift, variance = (cat([p[i] for p in proposals]) for i in range(3))  # type: ignore[misc]
-    return Proposal(theta, drift, variance, cat(heats) if heats else None)
+    return Proposal(*(cat(each) for each in zip(*proposals, strict=True)))  # type: ignore[arg-type]
 
 
 class StepVariance(NamedTuple):
@@ -70,16 +89,18 @@ class StepVariance(NamedTuple):
 
     gap: Tensor  # Δ; 0 where there is no grid
     drift: Tensor  # δ
-    v: Tensor
-    s: Tensor  # v/Δ²; v_s and variance are in the same units
+    slope: Tensor  # -lr G ∇loss: δ, but for what velocities add to it
+    noise: Tensor  # by which the step heats the chain: v, but for what comes by way of velocities
+    s: Tensor  # v/Δ²; v_s, variance and heat are in the same units
     v_s: Tensor
     variance: Tensor
     heat: Tensor
+    warmer: Tensor  # what rounding the velocities adds to the inflation
 
     @property
     def inflation(self) -> Tensor:
         """The effective temperature over the one asked for; without noise the ratio is infinite."""
-        return 1 + (self.variance - self.s) / self.heat.clamp_min(1e-300)
+        return 1 + (self.variance - self.s) / self.heat.clamp_min(1e-300) + self.warmer
 
     @property
     def above(self) -> Tensor:
@@ -94,10 +115,12 @@ class StepVariance(NamedTuple):
 
 def measure_step(proposal: Proposal, format: str | None, rounding: Rounding) -> StepVariance:
     """Return gap and variance of a step of each weight; without a format there is no grid, and no inflation."""
-    theta, drift, v, heat = proposal
+    theta, drift, v, noise, slope, heat, warmer = proposal
+    noise = (v if noise is None else noise).double().expand_as(theta)
+    zero, one = torch.zeros_like(theta), torch.ones_like(theta)
+    slope, warmer = (drift if slope is None else slope), (zero if warmer is None else warmer)
     if format is None:
-        zero, one = torch.zeros_like(theta), torch.ones_like(theta)
-        return StepVariance(zero, drift, v.expand_as(theta), one, zero, one, one)
+        return StepVariance(zero, drift, slope, noise, one, zero, one, one, warmer)
     mu = Mean(theta, drift)
     gap = parse(format).drawn_gap(mu, v if rounding == "corrected" else torch.zeros_like(v))
     point, s = in_gaps(mu, v, gap)
@@ -110,7 +133,7 @@ def measure_step(proposal: Proposal, format: str | None, rounding: Rounding) -> 
     else:
         variance = nearest_variance(r, s)
     warmth = s if heat is None else in_gaps(mu, heat, gap)[1].double().expand_as(theta)
-    return StepVariance(gap.double(), drift.double(), v.double().expand_as(theta), s, v_s, variance, warmth)
+    return StepVariance(gap.double(), drift.double(), slope.double(), noise, s, v_s, variance, warmth, warmer.double())
 
 
 def mean_rounding_variance(r: Tensor, s: Tensor) -> Tensor:

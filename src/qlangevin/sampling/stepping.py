@@ -151,7 +151,10 @@ class Stepper(Keeper):
         for p, gradient in plan.gradients.items():
             if is_look(step := self.state[p].get("step", 0) + 1) and not has_no_numbers(p):
                 theta, name = self._theta(p), self._name(p)
-                self._watch.look(theta, gradient, plan.settings, step, name, wait=not plan.late)
+                formats = plan.settings.velocity_format(theta), plan.settings.accumulator
+                kept = zip(("velocities", "accumulators"), ("velocity", "accumulator"), formats, strict=True)
+                beside = [(what, self.state[p][key], format) for what, key, format in kept if key in self.state[p]]
+                self._watch.look(theta, gradient, plan.settings, step, name, wait=not plan.late, beside=beside)
                 rescale_moments(self.state[p], gradient, plan.settings, self._clear_on(plan, p))
             if (self._keeps_next or is_kept(step)) and not has_no_numbers(p):
                 most = plan.group.get("max_grad_norm")

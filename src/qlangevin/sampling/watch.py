@@ -7,6 +7,7 @@ host must not wait for, what was seen is sent to the host, and judged in a later
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -57,6 +58,7 @@ class Look(NamedTuple):
     size: int
     step: int
     name: str
+    what: str = "weights"  # or "velocities", "accumulators"
 
     @property
     def has_ends(self) -> bool:
@@ -74,18 +76,34 @@ class Watch:
         self._sent: list[tuple[list[Look], HostCopy]] = []  # in an earlier one
 
     def look(
-        self, weights: Tensor, gradient: Tensor, settings: StepSettings, step: int, name: str, *, wait: bool = True
-    ) -> None:
-        """Look at one parameter before a step; `conclude` follows when all of them were looked at."""
+        self, weights: Tensor, gradient: Tensor, settings: StepSettings, step: int, name: str, *, wait: bool = True,
+        beside: Iterable[tuple[str, Tensor, str | None]] = (),
+    ) -> None:  # fmt: skip
+        """Look at one parameter before a step; `conclude` follows when all of them were looked at.
+
+        ``beside`` has velocities and accumulators with their formats.
+        """
         seen = Look(settings, settings.weights_format(weights), weights.numel(), step, name)
         weights = decoded(weights.detach())
+        for what, values, format in beside:
+            self._look_beside(seen._replace(format=format, what=what), decoded(values), wait)
         if not wait:
             self._seen.append((seen, _measure(seen, weights, gradient)))
             return
-        if seen.has_ends and "saturated" not in self.given:
+        if seen.has_ends and "weights" not in self.given:
             self._judge_saturation(seen, count_saturated(weights, seen.format), stacklevel=8)
         if step > 1 and "drift" not in self.given:  # weights that are zero at first are moved by any gradient
             self._add(seen, _squared_norm(weights), _squared_norm(gradient))
+
+    def _look_beside(self, seen: Look, values: Tensor, wait: bool) -> None:
+        """Look at the ends of the range of what a parameter has beside its weights."""
+        if not seen.has_ends or seen.what in self.given:
+            return
+        if wait:
+            self._judge_saturation(seen, count_saturated(values, seen.format), stacklevel=9)
+        else:
+            count = _saturated(values, str(seen.format)).sum().double()
+            self._seen.append((seen, torch.stack([count, torch.zeros_like(count), torch.zeros_like(count)])))
 
     def conclude(self) -> None:
         """Judge what was looked at in this step, or send it to the host where that has to wait."""
@@ -105,7 +123,7 @@ class Watch:
             for look, (saturated, weights, gradient) in zip(looks, copy.numbers(), strict=True):
                 if look.has_ends:
                     self._judge_saturation(look, int(saturated), stacklevel + 2)
-                if look.step > 1:
+                if look.step > 1 and look.what == "weights":
                     self._add(look, weights, gradient)
         self._judge_drift(stacklevel + 1)
 
@@ -138,14 +156,22 @@ class Watch:
     def _judge_saturation(self, look: Look, count: int, stacklevel: int) -> None:
         if count > SATURATED_SHARE * look.size and count >= min(4, look.size):
             format = parse(str(look.format))
+            where = f"{count} of {look.size} {look.what} of {look.name} are at an end of the range of {format}, "
             warn_once(
-                self.given,
-                "saturated",
-                f"{count} of {look.size} weights of {look.name} are at an end of the range of {format}, {format.low:g} to "
-                f"{format.high:g}, where updates are clipped, and the chain does not sample the posterior. Take a format "
-                "with a wider range (fewer fractional bits, or block floating point) or a smaller lr",
-                stacklevel,
+                self.given, look.what, where + _CLIPPED[look.what].format(low=format.low, high=format.high), stacklevel
             )
+
+
+_NOT_SAMPLED = (
+    "{low:g} to {high:g}, where updates are clipped, and the chain does not sample the posterior. Take a format "
+    "with a wider range (fewer fractional bits, or block floating point) or a smaller lr"
+)
+_CLIPPED = {  # what follows from saturation, and what to do
+    "weights": _NOT_SAMPLED,
+    "accumulators": _NOT_SAMPLED,
+    "velocities": "{high:g} standard deviations: weights move more slowly than lr and friction say. That passes if the chain "
+    'only has a long way to go. Else take velocity="bf16", a smaller lr, or a higher temperature',
+}
 
 
 def _measure(look: Look, weights: Tensor, gradient: Tensor) -> Tensor:

@@ -17,15 +17,13 @@ from .._validate import check_integer
 from .._warnings import warn
 from ..distributed.ranks import Ranks, agree, join
 from ..quantization.formats import Format
-from ..quantization.qtensor import QTensor
 from ..sampling.preconditioner import RMS
-from ..storage import files
-from ..storage.tensor_file import view_memory
 from .baseline import measure_baseline
 from .borrowing import hold_still, own_format
 from .chain import Job, defer_interrupt, run_chain
 from .data import count_data
 from .folder import Record, RunFolder
+from .identity import describe_estimate
 from .judging import ChainLeftError
 from .losses import Loss, Observables, read_loss, read_observables
 from .result import LLC
@@ -97,8 +95,10 @@ def llc(
     parts, named = select_parts(model, masks), dict(model.named_parameters())
     observed = read_observables(observables, loss)
     with join() as ranks, hold_still(model), torch.inference_mode(False), torch.enable_grad():
-        folder = _open_folder(store, settings, parts, named, keep_weights, ranks)
+        same: dict[str, Any] = {"keep_weights": keep_weights, "init_batches": init_batches}
+        folder = _open_folder(store, describe_estimate(settings, parts, named, loader, observed, **same), parts, ranks)
         baseline = measure_baseline(model, loader, loss, init_batches)
+        _check_loss(folder, baseline.mean, ranks)
         job = Job(model, loader, loss, settings, baseline, observed, keep_weights)
         with defer_interrupt() as interrupted:
             records = _run_chains(job, parts, folder, ranks, interrupted, progress or (lambda steps: None))
@@ -133,15 +133,12 @@ def _read_settings(given: Mapping[str, Any]) -> Settings:
 
 
 def _open_folder(
-    store: str | os.PathLike[str] | None, settings: Settings, parts: Sequence[Part], named: Mapping[str, Tensor],
-    keep_weights: bool, ranks: Ranks,
-) -> RunFolder | None:  # fmt: skip
+    store: str | os.PathLike[str] | None, about: Mapping[str, Any], parts: Sequence[Part], ranks: Ranks
+) -> RunFolder | None:
     if store is None:
         if ranks.size > 1:
             raise ValueError("chains on several ranks need a store, a folder that all of them see; give store=")
         return None
-    moving = {part.name: [*part.masks] for part in parts}
-    about = {"settings": settings.to_json(), "parts": moving, "weights": _hash(named), "keep_weights": keep_weights}
     if ranks.size > 1:
         agree(about, ranks.group)
         if ranks.first:
@@ -150,11 +147,15 @@ def _open_folder(
     return RunFolder(Path(store), about, len(parts))
 
 
-def _hash(named: Mapping[str, Tensor]) -> str:
-    """Return a checksum of the weights w*."""
-    params = [p.detach() for p in named.values()]
-    codes = [t for p in params for t in ((p.codes, p.exponents) if isinstance(p, QTensor) else (p,)) if t is not None]
-    return files.sha256(*(view_memory(t.cpu().contiguous()) for t in codes))
+def _check_loss(folder: RunFolder | None, loss: float, ranks: Ranks) -> None:
+    """Refuse a folder whose chains had another loss at w*: other data, or another loss function."""
+    if folder is None:
+        return
+    if ranks.size > 1:
+        if ranks.first:
+            folder.check_loss(loss)
+        ranks.wait()
+    folder.check_loss(loss)
 
 
 def _run_chains(

@@ -1,6 +1,7 @@
 """The folder of an estimate: what its chains have drawn, and checkpoints, from which they resume bit for bit.
 
-llc.json                          settings, and what tells model and data from others
+llc.json                          settings, and checksums that tell weights, masks and observed data from others
+loss.json                         the loss at w*, which tells data and loss function from others
 PART/chain-0.safetensors          losses of all steps and observables of all draws of a chain that has ended
 PART/checkpoint-0/                the state of a chain that runs; removed when it ends
 PART/weights/chain-0/             draws of the weights, a `SampleStore`, if they are kept
@@ -32,11 +33,12 @@ from ..storage.sample import chain_folder
 from ..storage.state_json import random_state, set_random_state
 from ..storage.store import SampleStore
 from ..storage.tensor_file import read_tensors, tensor_chunks
+from .identity import SAME_LOSS
 from .judging import WINDOW
 
 __all__ = ["ChainFolder", "Record", "RunFolder"]
 
-ABOUT, OBSERVED = "llc.json", "observed."
+ABOUT, LOSS, OBSERVED = "llc.json", "loss.json", "observed."
 
 
 @dataclass
@@ -197,6 +199,20 @@ class RunFolder:
         there = files.parse_json(files.read(file, f"the settings {file}"), f"the settings {file}")
         if odd := describe_differences(there, here):
             raise ValueError(f"{self.path} holds another estimate: {'; '.join(odd[:4])}; choose another store")
+
+    def check_loss(self, loss: float) -> None:
+        """Note the loss at w*; raise ValueError if the folder holds an estimate that had another."""
+        file = self.path / LOSS
+        with explain_errors(file, "the loss at w* was not noted"):
+            if not file.exists():
+                files.write(file, [json.dumps({"init_loss": loss}).encode()])
+                return
+        there = float(files.parse_json(files.read(file, f"the loss {file}"), f"the loss {file}")["init_loss"])
+        if abs(loss - there) > SAME_LOSS * max(abs(there), SAME_LOSS):  # it may be zero
+            raise ValueError(
+                f"{self.path} holds another estimate: the loss at w* is {there:.6g} there and {loss:.6g} here, so that data or "
+                "loss function are others; choose another store"
+            )
 
     def part(self, index: int) -> Path:
         """Return the folder of a part."""
