@@ -77,7 +77,7 @@ inline void philox_tile(const Source &source, const Schedule &schedule, uint32_t
 
 // Calls body(t, words) with the 64 words of each of `tiles` tiles.
 template <class Body>
-inline __attribute__((always_inline)) void each_tile(const Source &source, uint32_t purpose, uint64_t tile, int tiles, const Body &body) {
+QL_INLINE void each_tile(const Source &source, uint32_t purpose, uint64_t tile, int tiles, const Body &body) {
     const Schedule schedule(source);
     for (int t = 0; t < tiles; ++t) {
         Lanes lanes;
