@@ -61,7 +61,7 @@ class Bits {
         return h;
     }
 
-    static constexpr int64_t kWindow = 1024;  // 4 KiB: two of these and the data stay in the first-level cache
+    static constexpr int64_t kWindow = kTogether * kTile;  // 4 KiB: two of these and the data stay in the first-level cache
     const Source &source_;
     const uint32_t purpose_;
     const int64_t end_;
@@ -78,7 +78,6 @@ struct Same {
     float value;
     template <class P> F at(int64_t, P) const { return all(value); }
     float greatest(int64_t) const { return value; }
-    float least(int64_t) const { return value; }
     Same operator+(int64_t) const { return *this; }
 };
 struct Each {
@@ -86,17 +85,6 @@ struct Each {
     const float *values;
     template <class P> F at(int64_t i, P part) const { return part.load(values + i); }
     float greatest(int64_t n) const { return largest(values, n); }
-    float least(int64_t n) const {
-        F low = all(__builtin_inff());
-        lanes(n, [&, values = values](int64_t i, auto part) {
-            const F x = part.load(values + i);
-            if (part.count == kWidth) low = lesser(x, low);
-            for (int64_t l = 0; part.count < kWidth && l < part.count; ++l) low[l] = x[l] < low[l] ? x[l] : low[l];
-        });
-        float least = low[0];
-        for (int l = 1; l < kWidth; ++l) least = low[l] < least ? low[l] : least;
-        return least;
-    }
     Each operator+(int64_t i) const { return {values + i}; }
 };
 

@@ -65,31 +65,37 @@ __attribute__((noinline)) F draw_rare_float(M mu, V v, const Grid &grid, float f
     return draw_float<true>(mu, v, grid, fit, i, part, h, xi);
 }
 
-// ---- The same for numbers whose gaps are far from both ends of the exponents' range, where nothing needs lifting, bounding or
-// clipping, and gaps are floats rather than exponents.
+// ---- The same for gaps far from both ends of the exponents' range, where nothing needs lifting, bounding or clipping, and gaps are
+// floats rather than exponents. Vectors with other numbers are rare, and go the way above.
 
 constexpr uint32_t kBinade = 0x7f800000u;
 
-inline F power_below(F x) { return (F)((U)x & kBinade); }                   // the greatest power of two <= x, for x >= 2^-126
-inline F power_above(F x) { return (F)(((U)x + 0x7fffffu) & kBinade); }     // the least >= x
-inline F inverse_power(F x) { return (F)(0x7f000000u - (U)x); }
+QL_INLINE F power_below(F x) { return (F)((U)x & kBinade); }  // the greatest power of two <= x, for x >= 2^-126
+QL_INLINE F power_above(F x) { return (F)(((U)x + 0x7fffffu) & kBinade); }  // the least >= x
+QL_INLINE F inverse_power(F x) { return (F)(0x7f000000u - (U)x); }
 
-inline float least_power_above(float x) { return as_float((as_bits(x) + 0x7fffffu) & kBinade); }
+// Gaps of the loop below, and how far a rest may be from zero so that 1/parts is the gap of floats there: see `parts` of laws.py.
+struct PlainGaps {
+    float least, most, rest;
+    explicit PlainGaps(const Grid &grid)
+        : least(power_of_two(greater_of(grid.min_gap + grid.shift, -60))), most(power_of_two(lesser_of(grid.max_gap - 2, 60))),
+          rest(0x1p22f / grid.top) {}
+};
 
-// Standard deviations sqrt(v - Δ²/4) in gaps of the Gaussian part, for gaps of an element.
+// Gaussian noise of standard deviation sqrt(s - 1/4), with a variance for each element.
 struct EachNoise {
-    EachNoise(Each, float) {}
+    PlainGaps gaps;
     F sigma(F v) const { return root(v); }
-    Mask exceeds(F s, F) const { return is_less(all(0.25f), s); }
+    Mask has(F gap) const { return both(is_within(all(gaps.least), gap), is_within(gap, all(gaps.most))); }
+    Mask exceeds(F s, F gap) const { return both(is_less(all(0.25f), s), has(gap)); }
     F deviation(F s, F) const { return root(positive(s - 0.25f)); }
 };
 
-// With one variance there are few gaps that have a Gaussian part: less than 2 σ, and not less than `least`. A table has them all.
+// With one variance few gaps have a Gaussian part: those below 2 σ that noise does not exceed. A table has them all.
 struct SameNoise {
     Table deviations;
-    float root_, limit = 0.0f;
-    SameNoise(Same v, float least) : root_(__builtin_sqrtf(v.value)) {
-        float gap = least;
+    float root_, most, limit = 0.0f;
+    SameNoise(Same v, float gap, const PlainGaps &gaps) : root_(__builtin_sqrtf(v.value)), most(gaps.most) {
         for (int k = 0; k < 16; ++k, gap *= 2.0f) {
             const float inverse = 1.0f / gap, s = v.value * inverse * inverse;
             deviations.entries[as_bits(gap) >> 23 & 15u] = __builtin_sqrtf(s > 0.25f ? s - 0.25f : 0.0f);
@@ -97,60 +103,86 @@ struct SameNoise {
         }
     }
     F sigma(F) const { return all(root_); }
+    Mask has(F gap) const { return is_within(gap, all(most)); }  // the noise alone makes it `least`
     Mask exceeds(F, F gap) const { return is_less(gap, all(limit)); }
     F deviation(F, F gap) const { return deviations[(U)gap >> 23]; }
 };
 
-inline EachNoise noise_of(Each v, float least) { return {v, least}; }
-inline SameNoise noise_of(Same v, float least) { return {v, least}; }
-
-// The least gap that noise of a variance >= v allows.
-inline float least_gap(float v, float fit) {
+// The least gap that noise of a variance allows: that of a weight at zero.
+inline float gap_of_noise(float v, float fit) {
     const float sigma = __builtin_sqrtf(v), reach = sigma * kNormalBound * fit;
-    return least_power_above(sigma < reach ? sigma : reach);
+    return as_float((as_bits(sigma < reach ? sigma : reach) + 0x7fffffu) & kBinade);
 }
 
-template <class M, class V>
-bool plain_floats(M mu, V v, int64_t n, const Grid &grid, float fit) {
-    const Extent extent = mu.extent(n);
-    const float v_least = v.least(n), v_most = v.greatest(n);
-    if (!(v_least > 0x1p-110f && v_most < 0x1p100f && extent.total < 0x1p100f) || grid.shift > 10) return false;
-    const float gap = least_gap(v_least, fit), reach = (extent.total + __builtin_sqrtf(v_most) * kNormalBound) * fit;
-    return gap >= power_of_two(greater_of(grid.min_gap + grid.shift, -60)) && reach <= power_of_two(lesser_of(grid.max_gap - 2, 60)) &&
-           extent.move * grid.top <= gap * 0x1p21f;
+// Returns true if the loop below is worth it.
+inline bool plain_noise(Each, const Grid &grid, float) { return grid.shift <= 10; }
+inline bool plain_noise(Same v, const Grid &grid, float fit) {
+    const PlainGaps gaps(grid);
+    return grid.shift <= 10 && gap_of_noise(v.value, fit) >= gaps.least && __builtin_sqrtf(v.value) * 2.0f <= gaps.most;
 }
+
+inline EachNoise noise_of(Each, const PlainGaps &gaps, float) { return {gaps}; }
+inline SameNoise noise_of(Same v, const PlainGaps &gaps, float fit) { return {v, gap_of_noise(v.value, fit), gaps}; }
+
+// The number near a point with noise: on multiples of 1/parts, see `parts` of laws.py.
+QL_INLINE Nearest nearest_part(const Point &x, float unit) {
+    const F inverse = lesser(power_below(magnitude(x.y()) + 1.0f) * unit, all(1.0f));
+    return Nearest(x, Parts(inverse_power(inverse), inverse));
+}
+
+// Q^vc of one vector, where all lanes have a Gaussian part, or few do. A lane has one if and only if its variance exceeds v_0 on the
+// least gap >= reach, which is its gap then: gaps of floats at the mean are not wider, and σ is between that and its half, or beyond it.
+template <class M, class V, class Noise>
+struct PlainFloats {
+    M mu;
+    V v;
+    Noise noise;
+    PlainGaps gaps;
+    float fit, unit, top;
+
+    template <class P> QL_INLINE F draw(int64_t i, P part, F h, F xi, const Grid &grid) const {
+        const F size = magnitude(mu.total(i, part)), variance = v.at(i, part), sigma = noise.sigma(variance);
+        const F reach = (size + sigma * kNormalBound) * fit, gap = power_above(reach);
+        const F inverse = inverse_power(gap), s = variance * inverse * inverse;
+        if (!in_all(noise.exceeds(s, gap))) return draw_mixed(i, part, h, xi, grid, size, variance, sigma, reach);
+        const Point p = point(i, part, gap, inverse);
+        if (!in_all(is_within(magnitude(p.rest), all(gaps.rest)))) return draw_rare_float(mu, v, grid, fit, i, part, h, xi);
+        const Point x = {p.whole, p.rest + noise.deviation(s, gap) * xi};
+        return settle_quiet(nearest_part(x, unit), all(0.25f), h) * gap + 0.0f;
+    }
+    template <class P>
+    QL_INLINE_WITH_REGISTERS F draw_mixed(int64_t i, P part, F h, F xi, const Grid &grid, F size, F variance, F sigma, F reach) const {
+        const F gap = greater(power_below(size) * unit, power_above(lesser(sigma, reach))), inverse = inverse_power(gap);
+        const Point p = point(i, part, gap, inverse);
+        const F s = variance * inverse * inverse;
+        const Mask gaussian = both(noise.exceeds(s, gap), is_within(reach, gap));
+        const Mask plain = both(noise.has(gap), is_within(magnitude(p.rest), all(gaps.rest)));
+        const Nearest near = nearest_part({p.whole, p.rest + choose(gaussian, noise.deviation(s, gap) * xi, F{})}, unit);
+        if (!in_all(plain) || in_any_but(is_less(all(0.7f), s), gaussian) || in_any(is_equal(magnitude(near.n), all(top))))
+            return draw_rare_float(mu, v, grid, fit, i, part, h, xi);
+        return spread_little(near, choose(gaussian, all(0.25f), s), h) * gap + 0.0f;
+    }
+
+  private:
+    template <class P> QL_INLINE Point point(int64_t i, P part, F gap, F inverse) const {
+        return M::divided(mu.template in<true>(Gaps<false>(gap, inverse), i, part));
+    }
+};
 
 template <class M, class V>
 void corrected_plain_float(M mu, V v, float *out, int64_t at, int64_t n, const Grid &grid, float fit, Bits &centered, Bits &normal) {
-    const auto noise = noise_of(v, least_gap(v.least(n), fit));
-    const float top = grid.top, unit = 2.0f / top;
+    const PlainGaps gaps(grid);
+    const auto noise = noise_of(v, gaps, fit);
+    const PlainFloats<M, V, decltype(noise_of(v, gaps, fit))> law{mu, v, noise, gaps, fit, 2.0f / grid.top, grid.top};
     with_bits(at, n, centered, &normal, [=, &grid](int64_t i, auto part, F h, F xi) {
-        const F size = magnitude(mu.total(i, part)), variance = v.at(i, part), sigma = noise.sigma(variance);
-        const F reach = (size + sigma * kNormalBound) * fit;
-        const F gap = greater(power_below(size) * unit, power_above(lesser(sigma, reach)));
-        const Gaps<false> g(gap, inverse_power(gap));
-        const Point p = M::divided(mu.template in<true>(g, i, part));
-        const F s = variance * g.inverse * g.inverse;
-        const Mask gaussian = both(noise.exceeds(s, gap), is_within(reach, gap));
-        const F by = noise.deviation(s, gap) * xi;
-        const bool everywhere = in_all(gaussian);
-        const Point x = {p.whole, p.rest + (everywhere ? by : choose(gaussian, by, F{}))};
-        const F inverse = lesser(power_below(magnitude(x.y()) + 1.0f) * unit, all(1.0f));  // 1 / parts
-        const Nearest near(x, Parts(inverse_power(inverse), inverse));
-        F code;
-        if (everywhere) code = settle_quiet(near, all(0.25f), h);
-        else if (in_any_but(is_less(all(0.75f), s), gaussian) || any(magnitude(near.n) == top)) {
-            part.store(out + i, draw_rare_float(mu, v, grid, fit, i, part, h, xi));
-            return;
-        } else code = spread(near, choose(gaussian, all(0.25f), s), h);
-        part.store(out + i, code * gap + 0.0f);
+        part.store(out + i, law.draw(i, part, h, xi, grid));
     });
 }
 
 template <bool kTiny, class M, class V>
 void corrected_float(M mu, V v, float *out, int64_t at, int64_t n, const Grid &grid, Bits &centered, Bits &normal) {
     const float fit = float(kSlack / (double(grid.top) - 0.5));
-    if (plain_floats(mu, v, n, grid, fit)) return corrected_plain_float(mu, v, out, at, n, grid, fit, centered, normal);
+    if (plain_noise(v, grid, fit)) return corrected_plain_float(mu, v, out, at, n, grid, fit, centered, normal);
     with_bits(at, n, centered, &normal, [=, grid = grid](int64_t i, auto part, F h, F xi) {
         part.store(out + i, draw_float<kTiny>(mu, v, grid, fit, i, part, h, xi));
     });

@@ -11,7 +11,7 @@ constexpr float kFar = 0x1p30f, kWidest = 0x1p54f, kNormalBound = 6.660446889261
 constexpr double kSlack = 1 + 0x1p-20;
 
 // Half away from zero: with the largest float below 1/2 added, truncation does it, halves and all.
-QL_INLINE F nearest_integer(F x) { return whole(x + (F)(((U)x & 0x80000000u) | 0x3effffffu)); }
+QL_INLINE F nearest_integer(F x) { return whole(x + with_sign(all(0x1.fffffep-2f), x)); }
 
 // x in gaps, bounded; a NaN becomes a number here and is put back at the end.
 QL_INLINE F in_gaps(F x, F inverse) { return lesser(greater(x * inverse, all(-kFar)), all(kFar)); }
@@ -54,7 +54,7 @@ struct Nearest {
 };
 
 // -1 where x is negative, else 1.
-QL_INLINE F sign_of(F x) { return (F)(((U)x & 0x80000000u) | (U)all(1.0f)); }
+QL_INLINE F sign_of(F x) { return with_sign(all(1.0f), x); }
 
 // Masks that have these probabilities for h, uniform between -1/2 and 1/2; what is beyond 1/2 is at the other end.
 QL_INLINE I picks(F p, F h) { return ((h > 0.0f) & (h < p)) | (h < p - 1.0f); }
@@ -67,7 +67,7 @@ QL_INLINE F moved(F n, F p_down, F p_up, F h) {
 
 // Stochastic rounding: `settle` with nothing to add. The neighbour on the other side of n + r is taken if h is between 0 and r.
 QL_INLINE F settle_stochastic(const Nearest &at, F h) {
-    return at.n + (F)((h * (h - at.r) < 0.0f) & (I)sign_of(h));
+    return sum_where(is_less(h * (h - at.r), F{}), at.n, sign_of(h));
 }
 
 // n + r with variance s, or what stochastic rounding has if that is more.
@@ -77,6 +77,15 @@ QL_INLINE F spread(const Nearest &at, F s, F h) {
     return moved(at.n, positive(-at.r) + extra, positive(at.r) + extra, h);
 }
 
+// The same for s <= 0.7: the probabilities are less than 1 together, so that |h| is compared with that of the side that h is on, and
+// with what that of the other has beyond 1/2.
+QL_INLINE F spread_little(const Nearest &at, F s, F h) {
+    const F side = magnitude(at.r), extra = positive(s - side * (1.0f - side)) * 0.5f, size = magnitude(h), sign = sign_of(h);
+    const F towards = times_sign(at.r, h);  // r, or -r if h is negative
+    const Mask there = is_less(size, positive(towards) + extra), back = is_less(1.0f - (positive(-towards) + extra), size);
+    return sum_where(back, sum_where(there, at.n, sign), -sign);
+}
+
 // Q^vc on the integers, both neighbours one away: three outcomes; or Gaussian noise first; or either, lane by lane.
 QL_INLINE F settle_discrete(const Point &p, F s, F h) { return spread(Nearest(p), s, h); }
 
@@ -84,12 +93,12 @@ QL_INLINE F settle_discrete(const Point &p, F s, F h) { return spread(Nearest(p)
 // the probability of the side that h is on.
 QL_INLINE F settle_quiet(const Nearest &at, F s, F h) {
     const F side = magnitude(at.r), extra = positive(s - side * (1.0f - side)) * 0.5f;
-    const F towards = (F)((U)at.r ^ ((U)h & 0x80000000u));  // r, or -r if h is negative
-    return at.n + (F)((magnitude(h) < positive(towards) + extra) & (I)sign_of(h));
+    const F towards = times_sign(at.r, h);  // r, or -r if h is negative
+    return sum_where(is_less(magnitude(h), positive(towards) + extra), at.n, sign_of(h));
 }
 
 QL_INLINE F settle_gaussian(const Point &p, F s, F h, F xi) {
-    return settle_quiet(Nearest({p.whole, p.rest + root(positive(s - 0.25f)) * xi}), all(0.25f), h);
+    return settle_quiet(Nearest(Point{p.whole, p.rest + root(positive(s - 0.25f)) * xi}), all(0.25f), h);
 }
 
 QL_INLINE F settle(const Point &p, F s, I gaussian, F h, F xi) {

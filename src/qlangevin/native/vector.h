@@ -15,6 +15,12 @@
 
 // For functions of vectors: compilers that count their instructions leave them out of line, and pass vectors through memory.
 #define QL_INLINE inline __attribute__((always_inline))
+// For longer ones that not every vector needs: 32 registers have room for both, 16 do not.
+#if defined(__AVX512F__)
+#define QL_INLINE_WITH_REGISTERS QL_INLINE
+#else
+#define QL_INLINE_WITH_REGISTERS __attribute__((noinline))
+#endif
 
 namespace {
 
@@ -67,13 +73,27 @@ inline bool any(I mask) {
 inline bool any_within(F x, float most) { return any(x <= most); }
 #endif
 
+// `size`, which is not negative, with the sign of another number; and x with its sign changed where that number is negative.
+#if defined(__AVX512F__)
+inline F with_sign(F size, F of) { return (F)_mm512_ternarylogic_epi32(_mm512_set1_epi32(int(0x80000000u)), (__m512i)of, (__m512i)size, 0xea); }
+inline F times_sign(F x, F of) { return (F)_mm512_ternarylogic_epi32(_mm512_set1_epi32(int(0x80000000u)), (__m512i)of, (__m512i)x, 0x6a); }
+#else
+inline F with_sign(F size, F of) { return (F)((U)size | ((U)of & 0x80000000u)); }
+inline F times_sign(F x, F of) { return (F)((U)x ^ ((U)of & 0x80000000u)); }
+#endif
+
 // What comparisons make where they are combined: AVX-512 has registers for it, which vectors of integers do not reach.
 #if defined(__AVX512F__)
 typedef __mmask16 Mask;
 inline Mask is_less(F a, F b) { return _mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_LT_OQ); }
 inline Mask is_within(F a, F b) { return _mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_LE_OQ); }
 inline Mask both(Mask a, Mask b) { return Mask(a & b); }
+inline Mask is_equal(F a, F b) { return _mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_EQ_OQ); }
 inline bool in_all(Mask m) { return m == 0xffff; }
+inline bool in_any(Mask m) { return m != 0; }
+inline Mask differ(Mask a, Mask b) { return Mask(a ^ b); }
+inline I one_more(I x, Mask where) { return (I)_mm512_mask_add_epi32((__m512i)x, where, (__m512i)x, _mm512_set1_epi32(1)); }
+inline F sum_where(Mask m, F a, F b) { return (F)_mm512_mask_add_ps((__m512)a, m, (__m512)a, (__m512)b); }
 inline bool in_any_but(Mask m, Mask but) { return (m & ~but & 0xffff) != 0; }
 inline F choose(Mask m, F a, F b) { return (F)_mm512_mask_blend_ps(m, (__m512)b, (__m512)a); }
 #else
@@ -81,7 +101,12 @@ typedef I Mask;
 inline Mask is_less(F a, F b) { return a < b; }
 inline Mask is_within(F a, F b) { return a <= b; }
 inline Mask both(Mask a, Mask b) { return a & b; }
+inline Mask is_equal(F a, F b) { return a == b; }
 inline bool in_all(Mask m) { return !any(~m); }
+inline bool in_any(Mask m) { return any(m); }
+inline Mask differ(Mask a, Mask b) { return a ^ b; }
+inline I one_more(I x, Mask where) { return x - where; }  // a mask that is true is -1
+inline F sum_where(Mask m, F a, F b) { return a + (F)(m & (I)b); }
 inline bool in_any_but(Mask m, Mask but) { return any(m & ~but); }
 inline F choose(Mask m, F a, F b) { return m ? a : b; }
 #endif
