@@ -134,13 +134,16 @@ struct Table {
 
 inline F magnitude(F x) { return (F)((U)x & 0x7fffffffu); }
 inline F positive(F x) { return greater(x, F{}); }
-// Towards zero, |x| < 2^31. Zero may have either sign.
+// Towards zero, for any number. Zero may have either sign.
 #if defined(__AVX512F__)
 inline F whole(F x) { return (F)_mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_ZERO | _MM_FROUND_NO_EXC); }
 #elif defined(__AVX2__)
 inline F whole(F x) { return (F)_mm256_round_ps((__m256)x, _MM_FROUND_TO_ZERO | _MM_FROUND_NO_EXC); }
 #else
-inline F whole(F x) { return __builtin_convertvector(__builtin_convertvector(x, I), F); }
+inline F whole(F x) {
+    const I fits = magnitude(x) < 0x1p23f;
+    return fits ? __builtin_convertvector(__builtin_convertvector(fits ? x : F{}, I), F) : x;
+}
 #endif
 inline F one_where(I mask) { return (F)(mask & (I)all(1.0f)); }
 
