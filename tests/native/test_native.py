@@ -13,6 +13,7 @@ from qlangevin import Key, corrected, encode, native, parse, quantize
 from qlangevin.quantization import laws, operators, random
 from qlangevin.quantization.backend import Kernels, TensorStep, kernels_for
 from qlangevin.quantization.codes import encode_exactly
+from qlangevin.quantization.floating_point import Float
 from qlangevin.quantization.formats import GridKind
 from qlangevin.quantization.operators import Rounding
 from qlangevin.sampling.settings import StepSettings
@@ -157,6 +158,25 @@ def test_floats_of_all_binades_with_noise_of_all_sizes(name: str) -> None:
         for v in (1e-9, 1e-6, 1e-4, 1e-2, 1.0):
             mean, variance = laws.Mean(start, move), torch.tensor(v)
             both_paths_agree(lambda m=mean, v=variance: operators.draw(m, v, format, Key(9)))  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("name", ["fp8_e4m3", "fp8_e5m2", "bf16", "fp16", "e8m18"])
+def test_floats_and_noise_at_both_ends_of_the_range(name: str) -> None:
+    """Vectors of numbers that are far from the ends, that are not, and of both; with a variance for all and one for each."""
+    generator, format = torch.Generator().manual_seed(4), cast(Float, parse(name))
+    lowest, highest = format.min_gap_exponent, format.max_gap_exponent
+    binades = torch.arange(2000) * (highest + format.man - lowest) // 2000 + lowest
+    start = quantize(torch.randn(2000, generator=generator).double().mul(torch.exp2(binades.double())).float(), name)
+    start[[5, 700, 1201]] = torch.tensor([torch.inf, -torch.inf, torch.nan])
+    wide = torch.exp2(torch.randint(lowest, highest, (2000,), generator=generator).clamp(-60, 60).float())
+    for move in (None, start * torch.randn(2000, generator=generator), wide - start):  # the last cancels
+        each = [start.square().nan_to_num(1.0, 1.0).clamp_max(1e36) * scale for scale in (1e-6, 1e-2, 0.0)]
+        ends = [
+            2.0 ** (2 * max(min(e, 60), -74)) for end in (lowest + format.man, highest) for e in range(end - 4, end + 3)
+        ]
+        for v in (*each, *(torch.tensor(end) for end in ends)):
+            mean = laws.Mean(start, move)
+            both_paths_agree(lambda m=mean, v=v: operators.draw(m, v, format, Key(9)))  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("name", ["bfp8", "bfp4", "bfp2", "bfp3/16", "bfp8/tensor", "bfp8e3"])

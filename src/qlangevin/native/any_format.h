@@ -2,6 +2,7 @@
 #pragma once
 
 #include "blocks.h"
+#include "floats.h"
 
 namespace {
 

@@ -63,28 +63,46 @@ void decode_floats(const Code *code, float *value, int64_t n, const Grid &grid) 
     }
 }
 
-// The same for bytes. Formats of 8 bits have no numbers that float32 holds as subnormals.
+// The same for bytes. Formats of 8 bits have no numbers that float32 holds as subnormals. Bits of a float are linear in it between
+// powers of two: above those of the code they are a rank, below it the fraction of a gap that the number has beyond.
+struct ByteFloats {
+    float gap, inverse, normal, unit;
+    int32_t shift, cut, bias, high;
+    explicit ByteFloats(const Grid &grid) : shift(grid.shift), cut(23 - grid.shift), bias((grid.min_gap + grid.shift - 1 + 127) * (1 << grid.shift)) {
+        const Gap least(grid.min_gap);
+        gap = least.gap, inverse = least.inverse, normal = gap * grid.top * 0.5f;  // 2^emin, where gradual underflow ends
+        unit = power_of_two(-cut), high = int32_t(as_bits(grid.high) >> cut) - bias;
+    }
+    QL_INLINE I encode(F x) const {
+        const F size = magnitude(x);
+        const I over = (I)((U)size >> cut) - bias, under = integers(lesser(size, all(normal)) * inverse);
+        return (size < normal ? under : over) | -(I)((U)x >> 31 << 7);  // -128 is the sign
+    }
+    QL_INLINE F decode(I bits) const { return (F)((U)decode_size(bits & 127) | ((U)(bits & 128) << 24)); }
+    QL_INLINE F decode_size(I rank) const { return rank < (1 << shift) ? floats(rank) * gap : (F)((rank + bias) << cut); }
+    // Q^s of numbers that are not negative: `stochastic_float` and `encode` in one.
+    QL_INLINE I round(F x, F h) const {
+        const I word = (I)x;
+        F f = floats(word & ((1 << cut) - 1)) * unit;
+        I rank = (word >> cut) - bias;
+        if (in_any(is_less(x, all(normal)))) {
+            const F y = lesser(x, all(normal)) * inverse, ranks = whole(y);
+            f = x < normal ? y - ranks : f;
+            rank = x < normal ? integers(ranks) : rank;
+        }
+        const Mask near = is_within(all(0.5f), f);
+        const F r = sum_where(near, f, all(-1.0f));
+        const Mask changes = is_less(h * (h - r), F{});  // to the neighbour on the other side
+        return lesser(one_more(rank, differ(near, changes)), I{} + high);
+    }
+};
+
 void encode_floats(const float *value, int8_t *code, int64_t n, const Grid &grid) {
-    const Gap least(grid.min_gap);
-    const float normal = least.gap * grid.top * 0.5f, inverse = least.inverse;
-    const int32_t shift = grid.shift, bias = (grid.min_gap + shift - 1 + 127) * (1 << shift);
-    lanes(n, [=](int64_t i, auto part) {
-        const F x = part.load(value + i), size = magnitude(x);
-        const I over = (I)((U)size >> (23 - shift)) - bias, under = integers(lesser(size, all(normal)) * inverse);
-        part.store(code + i, (size < normal ? under : over) | -(I)((U)x >> 31 << 7));  // -128 is the sign
-    });
+    lanes(n, [=, of = ByteFloats(grid)](int64_t i, auto part) { part.store(code + i, of.encode(part.load(value + i))); });
 }
 
 void decode_floats(const int8_t *code, float *value, int64_t n, const Grid &grid) {
-    const Gap least(grid.min_gap);
-    const float gap = least.gap;
-    const int32_t shift = grid.shift, bias = (grid.min_gap + shift - 1 + 127) << 23;
-    lanes(n, [=](int64_t i, auto part) {
-        const I bits = part.load(code + i), rank = bits & 127;
-        const F over = (F)((rank << (23 - shift)) + bias), under = floats(rank) * gap;
-        const F size = rank < (1 << shift) ? under : over;
-        part.store(value + i, (F)((U)size | ((U)(bits & 128) << 24)));
-    });
+    lanes(n, [=, of = ByteFloats(grid)](int64_t i, auto part) { part.store(value + i, of.decode(part.load(code + i))); });
 }
 
 // The gap of a block. An exponent that no block has, in a damaged file say, may be below those of float32.

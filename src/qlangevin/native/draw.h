@@ -1,4 +1,4 @@
-// Loops over elements together with their random numbers; and the formats in which every element stands alone.
+// Loops over elements together with their random numbers; and fixed point.
 #pragma once
 
 #include "rounding.h"
@@ -61,7 +61,7 @@ class Bits {
         return h;
     }
 
-    static constexpr int64_t kWindow = 1024;  // 4 KiB: two of these and the data stay in the first-level cache
+    static constexpr int64_t kWindow = kTogether * kTile;  // 4 KiB: two of these and the data stay in the first-level cache
     const Source &source_;
     const uint32_t purpose_;
     const int64_t end_;
@@ -90,7 +90,7 @@ struct Each {
 
 // Calls body(i, part, h, xi) for n elements that begin at index `at` of the tensor, a vector at a time.
 template <class Body>
-inline __attribute__((always_inline)) void with_bits(int64_t at, int64_t n, Bits &centered, Bits *normal, const Body &body) {
+QL_INLINE void with_bits(int64_t at, int64_t n, Bits &centered, Bits *normal, const Body &body) {
     for (int64_t i = 0, count; i < n; i += count) {
         count = n - i;
         const float *h = centered.take(at + i, count);
@@ -101,7 +101,7 @@ inline __attribute__((always_inline)) void with_bits(int64_t at, int64_t n, Bits
 
 // Q^s on the integers; ``more`` has further bits of h, or is null if h has them all. `at` is the index of the first lane.
 template <class P>
-inline F draw_stochastic(const Nearest &near, F h, const Bits *more, int64_t at, P part) {
+QL_INLINE F draw_stochastic(const Nearest &near, F h, const Bits *more, int64_t at, P part) {
     return settle_stochastic(near, more ? more->sharpen(h, near.r, at, part.count) : h);
 }
 
@@ -164,70 +164,6 @@ void corrected_fixed(M mu, V v, float *out, int64_t at, int64_t n, const Grid &g
                 const F code = V::kSame ? settle_gaussian(p, s, h, xi) : settle_mixed(p, s, h, xi);
                 store_fixed<plain.value>(out, i, part, code, g, low, high, mu);
             });
-    });
-}
-
-// ---- floating point: every element has its own gap
-
-template <bool kTiny>
-void nearest_float(const float *x, float *out, int64_t n, const Grid &grid) {
-    lanes(n, [=, grid = grid](int64_t i, auto part) {
-        const F from = part.load(x + i);
-        const Gaps<kTiny> g(float_gap<kTiny>(from, grid));
-        part.store(out + i, onto(nearest_integer(g.of(from)) * g.gap, g.down, grid.low, grid.high, from));
-    });
-}
-
-template <bool kTiny, class M>
-void stochastic_float(M x, float *out, int64_t at, int64_t n, const Grid &grid, Bits &centered) {
-    with_bits(at, n, centered, nullptr, [=, grid = grid, more = more_bits(centered)](int64_t i, auto part, F h, F) {
-        const F total = x.total(i, part);
-        const Gaps<kTiny> g(float_gap<kTiny>(total, grid));
-        const Nearest near(x.template in<false>(g, i, part));
-        part.store(out + i, onto(draw_stochastic(near, h, more, at + i, part) * g.gap, g.down, grid.low, grid.high, total));
-    });
-}
-
-// The gap of a law of floats in each lane, 2^e, and the mean and the variance in gaps; `widened` doubles some gaps.
-struct FloatLaw {
-    I e;
-    Point p;
-    F s, doubled;  // 2 where the gap has been doubled, else 1
-};
-
-// Three outcomes may be too narrow for more than 3/4 of a squared gap; twice the gap is enough.
-template <bool kTiny, class M, class P>
-__attribute__((noinline)) FloatLaw widened(const FloatLaw &law, I gaussian, M mu, const Gaps<kTiny> &g, const Grid &grid, int64_t i,
-                                           P part) {
-    const Nearest near(law.p, float_parts(law.p, law.e, grid));
-    const I twice = ~gaussian & ~feasible(near, law.s, grid.top) & (law.e < grid.max_gap);
-    const F half = twice ? all(0.5f) : all(1.0f);
-    return {law.e - twice, M::divided(mu.in_wider(g, half, i, part)), law.s * (half * half), twice ? all(2.0f) : all(1.0f)};  // a mask that is true is -1
-}
-
-template <bool kTiny, class M, class V>
-void corrected_float(M mu, V v, float *out, int64_t at, int64_t n, const Grid &grid, Bits &centered, Bits &normal) {
-    const float fit = float(kSlack / (double(grid.top) - 0.5));
-    with_bits(at, n, centered, &normal, [=, grid = grid](int64_t i, auto part, F h, F xi) {
-        const F total = mu.total(i, part), variance = v.at(i, part), sigma = root(variance);
-        const F reach = (magnitude(total) + sigma * kNormalBound) * fit;
-        const I own = float_gap<kTiny>(total, grid);
-        const I e = lesser(greater(own, ceil_log2(lesser(sigma, reach))), I{} + grid.max_gap);
-        const Gaps<kTiny> g(e);
-        FloatLaw law = {e, M::divided(mu.template in<false>(g, i, part)), g.variance_of(variance), all(1.0f)};
-        const I gaussian = (law.s > 0.25f) & (reach * g.lift <= g.gap);
-        const F noise = root(positive(law.s - 0.25f)) * xi;
-        if (!any(~gaussian)) {
-            const Point x = {law.p.whole, law.p.rest + noise};
-            const F code = settle_quiet(Nearest(x, float_parts(x, e, grid)), all(0.25f), h);
-            part.store(out + i, onto(code * g.gap, g.down, grid.low, grid.high, total));
-            return;
-        }
-        if (any(~gaussian & (law.s > 0.75f))) law = widened(law, gaussian, mu, g, grid, i, part);
-        const Point x = {law.p.whole, law.p.rest + (gaussian ? noise : F{})};
-        const Nearest near = any(gaussian | (law.e > own)) ? Nearest(x, float_parts(x, law.e, grid)) : Nearest(x);
-        const F code = settle_wide(near, gaussian ? all(0.25f) : law.s, h, grid.top) * law.doubled;
-        part.store(out + i, onto(code * g.gap, g.down, grid.low, grid.high, total));
     });
 }
 

@@ -51,33 +51,9 @@ const float *round_gradient(const Step &s, float *rounded, int64_t begin, int64_
     return rounded;
 }
 
-// Q^s of numbers that are not negative to codes of a float of 8 bits: `stochastic_float` and `encode_floats` in one. Bits of a float
-// are linear in it between powers of two: above those of the code they are a rank, below it the fraction f of a gap that the
-// number has beyond. Below 2^emin gaps are the least.
-void stochastic_bytes(const float *x, int8_t *code, int64_t at, int64_t n, const Grid &grid, Bits &bits) {
-    const Gap least(grid.min_gap);
-    const int32_t shift = grid.shift, cut = 23 - shift, below = (1 << cut) - 1, bias = (grid.min_gap + shift - 1 + 127) * (1 << shift);
-    const float normal = least.gap * grid.top * 0.5f, inverse = least.inverse, unit = power_of_two(-cut);
-    const int32_t high = int32_t(as_bits(grid.high) >> cut) - bias;
-    with_bits(at, n, bits, nullptr, [=](int64_t i, auto part, F h, F) {
-        const F from = part.load(x + i), y = lesser(from, all(normal)) * inverse, ranks = whole(y);
-        const I under = from < normal, word = (I)from;
-        const F f = under ? y - ranks : floats(word & below) * unit;
-        const I rank = under ? integers(ranks) : (word >> cut) - bias;
-        const I near = f >= 0.5f;
-        const F r = f - one_where(near);
-        const I changes = h * (h - r) < 0.0f;  // to the neighbour on the other side
-        part.store(code + i, lesser(rank - (near ^ changes), I{} + high));  // a mask that is true is -1
-    });
-}
-
 // Rounds running means, and keeps them.
 void round_moments(const Stored &kept, const Source &source, int64_t begin, int64_t n, float *moments) {
     const Grid &grid = kept.grid;
-    if (kept.codes.codes && kept.codes.bytes == 1 && grid.kind == Grid::kFloat) {
-        Bits bits(source, kMoment, Bits::kCentered, begin + n);
-        return stochastic_bytes(moments, static_cast<int8_t *>(kept.codes.codes) + begin, begin, n, grid, bits);
-    }
     stochastic(Whole{moments}, moments, begin, n, grid, source, kMoment);
     if (grid.kind == Grid::kNone)
         lanes(n, [=](int64_t i, auto part) { part.store(moments + i, lesser(part.load(moments + i), all(kLargest))); });
@@ -99,26 +75,60 @@ void with_kind(const Step &s, const Body &body) {
     else body(Kind<false, false>{});
 }
 
-// Calls body(i, part, f, G) with the force f = g + λ θ + (γ/N)(θ - w0), and the gain 1 / (eps + sqrt(V)) if there are gains. Takes
-// the gradient into the running mean V of its squares, unless that is frozen. What the body stores may be where g is.
+// The force f = g + λ θ + (γ/N)(θ - w0), the gain G = 1 / (eps + sqrt(V)), and the running mean V of squared gradients that follows.
+template <class K>
+struct Forces {
+    const float *g, *theta, *center;
+    float sign, decay, pull, keep, fresh, eps, scale, unscale;
+    Forces(const Step &s, const float *g_, const float *theta_, const float *center_)
+        : g(g_), theta(theta_), center(center_), sign(s.maximize ? -1.0f : 1.0f), decay(s.weight_decay), pull(s.pull), keep(s.moments.decay),
+          fresh(s.moments.fresh), eps(s.moments.eps), scale(s.moments.scale), unscale(s.moments.unscale) {}
+    template <class P> QL_INLINE F force(int64_t i, P part, F slope) const {
+        const F x = part.load(theta + i), force = sign * slope + decay * x;
+        return K::center ? force + pull * (x - part.load(center + i)) : force;
+    }
+    QL_INLINE F gain(F v) const { return 1.0f / (eps + root(v) * unscale); }
+    QL_INLINE F next(F v, F slope) const {
+        const F scaled = slope * scale;
+        return keep * v + fresh * (scaled * scaled);
+    }
+};
+
+inline bool in_bytes(const Stored &s) { return s.codes.codes && s.codes.bytes == 1 && s.grid.kind == Grid::kFloat; }
+
+// `with_forces` with V in floats of 8 bits, in one loop: what divides and what rounds are different parts of a processor.
+template <class K, class Body>
+void with_byte_moments(const Forces<K> &of, const Step &s, int64_t begin, int64_t n, const Body &body) {
+    const ByteFloats bytes(s.moments.values.grid);
+    int8_t *codes = static_cast<int8_t *>(s.moments.values.codes.codes) + begin;
+    const auto one = [=](int64_t i, auto part, F slope, F v) { body(i, part, of.force(i, part, slope), of.gain(v)); };
+    if (s.moments.frozen)
+        return lanes(n, [=](int64_t i, auto part) { one(i, part, part.load(of.g + i), bytes.decode(part.load(codes + i))); });
+    Bits bits(s.source, kMoment, Bits::kCentered, begin + n);
+    with_bits(begin, n, bits, nullptr, [=](int64_t i, auto part, F h, F) {
+        const F slope = part.load(of.g + i), v = bytes.decode(part.load(codes + i));
+        part.store(codes + i, bytes.round(of.next(v, slope), h));
+        one(i, part, slope, v);
+    });
+}
+
+// Calls body(i, part, f, G), without G if there are no gains. Takes the gradient into V, unless that is frozen. What the body stores
+// may be where g is.
 template <class K, class Body>
 void with_forces(K, const Step &s, const float *g, const float *theta, float *center, float *moments, int64_t begin, int64_t n,
                  const Body &body) {
-    const Moments &m = s.moments;
+    const Stored &kept = s.moments.values;
     if (K::center) read(s.center, begin, n, center);
-    if (K::gains) read(m.values, begin, n, moments);
-    lanes(n, [=, sign = s.maximize ? -1.0f : 1.0f, decay = s.weight_decay, pull = s.pull, keep = m.decay, fresh = m.fresh, eps = m.eps,
-              scale = m.scale, unscale = m.unscale](int64_t i, auto part) {
-        const F slope = part.load(g + i), x = part.load(theta + i), v = K::gains ? part.load(moments + i) : F{};
-        F force = sign * slope + decay * x;
-        if (K::center) force = force + pull * (x - part.load(center + i));
-        if (K::gains) {
-            const F scaled = slope * scale;
-            part.store(moments + i, keep * v + fresh * (scaled * scaled));
-        }
-        body(i, part, force, K::gains ? 1.0f / (eps + root(v) * unscale) : F{});
+    const Forces<K> of(s, g, theta, center);
+    if (!K::gains) return lanes(n, [=](int64_t i, auto part) { body(i, part, of.force(i, part, part.load(g + i)), F{}); });
+    if (in_bytes(kept)) return with_byte_moments(of, s, begin, n, body);
+    read(kept, begin, n, moments);
+    lanes(n, [=](int64_t i, auto part) {
+        const F slope = part.load(g + i), v = part.load(moments + i);
+        part.store(moments + i, of.next(v, slope));
+        body(i, part, of.force(i, part, slope), of.gain(v));
     });
-    if (K::gains && !m.frozen) round_moments(m.values, s.source, begin, n, moments);
+    if (!s.moments.frozen) round_moments(kept, s.source, begin, n, moments);
 }
 
 // Draws Q(start + move, v) to out, which may be start, by the rounding of the step; move is overwritten. Rounding after the noise

@@ -77,7 +77,7 @@ inline void philox_tile(const Source &source, const Schedule &schedule, uint32_t
 
 // Calls body(t, words) with the 64 words of each of `tiles` tiles.
 template <class Body>
-inline __attribute__((always_inline)) void each_tile(const Source &source, uint32_t purpose, uint64_t tile, int tiles, const Body &body) {
+QL_INLINE void each_tile(const Source &source, uint32_t purpose, uint64_t tile, int tiles, const Body &body) {
     const Schedule schedule(source);
     for (int t = 0; t < tiles; ++t) {
         Lanes lanes;
@@ -132,28 +132,38 @@ inline float negative_log(int32_t k) {
     return (p * f + 0.5f) * (f * f) - f - e * 0.69314718f;
 }
 
-// Standard normals for `tiles` tiles: words (0, 1) and (2, 3) of a counter make a Box-Muller pair each.
+// Standard normals for `tiles` tiles, at most kTogether: words (0, 1) and (2, 3) of a counter make a Box-Muller pair each. Words, radii
+// and angles have loops of their own: each is a long chain of operations, and a processor overlaps shorter ones better.
+constexpr int kTogether = 16;
+
 inline void normal_tiles(const Source &source, uint32_t purpose, uint64_t tile, int tiles, float *out) {
-    each_tile(source, purpose, tile, tiles, [=](int t, const Lanes &lanes) {
-        for (int pair = 0; pair < 4; pair += 2) {
-            const uint32_t *a = lanes.word[pair], *b = lanes.word[pair + 1];
-            float *first = out + t * kTile + pair * kLanes, *second = first + kLanes;
-            for (int l = 0; l < kLanes; ++l) {
-                const float rho = __builtin_sqrtf(negative_log(int32_t(a[l] >> 1)));
-                const float angle = float(int32_t(b[l] >> 2) - (1 << 29)) * 1.46291807927e-9f;  // pi 2^-31
-                const float square = angle * angle;
-                float c = -0.00135978230f, s = -0.000195172994f;
-                c = c * square + 0.0416562930f;
-                c = c * square + -0.499998957f;
-                s = s * square + 0.00833217800f;
-                s = s * square + -0.166666552f;
-                const float cosine = c * square + 1.0f, sine = (s * square + 1.0f) * angle;
-                // the two lowest bits are the signs
-                first[l] = as_float(as_bits(rho * (cosine - sine)) ^ b[l] << 31);
-                second[l] = as_float(as_bits(rho * (cosine + sine)) ^ (b[l] & 2u) << 30);
-            }
+    alignas(64) uint32_t angles[kTogether * kTile / 2];
+    alignas(64) float radii[kTogether * kTile / 2];
+    each_tile(source, purpose, tile, tiles, [&](int t, const Lanes &lanes) {
+        for (int pair = 0; pair < 2; ++pair) {
+            const int at = (2 * t + pair) * kLanes;
+            __builtin_memcpy(radii + at, lanes.word[2 * pair], sizeof lanes.word[0]);
+            __builtin_memcpy(angles + at, lanes.word[2 * pair + 1], sizeof lanes.word[0]);
         }
     });
+    const int count = tiles * kTile / 2;
+    for (int i = 0; i < count; ++i) radii[i] = __builtin_sqrtf(negative_log(int32_t(as_bits(radii[i]) >> 1)));
+    for (int i = 0; i < count; i += kLanes)
+        for (int l = 0; l < kLanes; ++l) {
+            const float rho = radii[i + l];
+            const uint32_t b = angles[i + l];
+            const float angle = float(int32_t(b >> 2) - (1 << 29)) * 1.46291807927e-9f;  // pi 2^-31
+            const float square = angle * angle;
+            float c = -0.00135978230f, s = -0.000195172994f;
+            c = c * square + 0.0416562930f;
+            c = c * square + -0.499998957f;
+            s = s * square + 0.00833217800f;
+            s = s * square + -0.166666552f;
+            const float cosine = c * square + 1.0f, sine = (s * square + 1.0f) * angle;
+            // the two lowest bits are the signs
+            out[2 * i + l] = as_float(as_bits(rho * (cosine - sine)) ^ b << 31);
+            out[2 * i + kLanes + l] = as_float(as_bits(rho * (cosine + sine)) ^ (b & 2u) << 30);
+        }
 }
 
 }  // namespace

@@ -11,16 +11,16 @@ constexpr float kFar = 0x1p30f, kWidest = 0x1p54f, kNormalBound = 6.660446889261
 constexpr double kSlack = 1 + 0x1p-20;
 
 // Half away from zero: with the largest float below 1/2 added, truncation does it, halves and all.
-inline F nearest_integer(F x) { return whole(x + (F)(((U)x & 0x80000000u) | 0x3effffffu)); }
+QL_INLINE F nearest_integer(F x) { return whole(x + with_sign(all(0x1.fffffep-2f), x)); }
 
 // x in gaps, bounded; a NaN becomes a number here and is put back at the end.
-inline F in_gaps(F x, F inverse) { return lesser(greater(x * inverse, all(-kFar)), all(kFar)); }
+QL_INLINE F in_gaps(F x, F inverse) { return lesser(greater(x * inverse, all(-kFar)), all(kFar)); }
 
 // Back from gaps to a value in range; -0 becomes 0.
-inline F onto(F n, F gap, float low, float high) { return lesser(greater(n * gap, all(low)), all(high)) + 0.0f; }
+QL_INLINE F onto(F n, F gap, float low, float high) { return lesser(greater(n * gap, all(low)), all(high)) + 0.0f; }
 
 // The same if x, the number that was rounded, may be NaN: then the result is NaN.
-inline F onto(F n, F gap, float low, float high, F x) {
+QL_INLINE F onto(F n, F gap, float low, float high, F x) {
     const F value = onto(n, gap, low, high);
     return x == x ? value : x;
 }
@@ -31,7 +31,7 @@ struct Point {
     F y() const { return whole + rest; }
 };
 
-inline Point split(F y) { return {whole(y), y - whole(y)}; }
+QL_INLINE Point split(F y) { return {whole(y), y - whole(y)}; }
 
 // 2^l in the lanes, for exponents of normal numbers.
 inline F power_of_two(I l) { return (F)((l + 127) << 23); }
@@ -39,7 +39,8 @@ inline F power_of_two(I l) { return (F)((l + 127) << 23); }
 // Powers of two 2^l: numbers near a point are multiples of 1/2^l.
 struct Parts {
     F parts, inverse;
-    explicit Parts(I l) : parts(power_of_two(l)), inverse(power_of_two(-l)) {}
+    Parts(F parts_, F inverse_) : parts(parts_), inverse(inverse_) {}
+    explicit Parts(I l) : Parts(power_of_two(l), power_of_two(-l)) {}
 };
 
 // The integer nearest to a point, or the nearest multiple of 1/parts, and what the point has beyond it.
@@ -53,50 +54,59 @@ struct Nearest {
 };
 
 // -1 where x is negative, else 1.
-inline F sign_of(F x) { return (F)(((U)x & 0x80000000u) | (U)all(1.0f)); }
+QL_INLINE F sign_of(F x) { return with_sign(all(1.0f), x); }
 
 // Masks that have these probabilities for h, uniform between -1/2 and 1/2; what is beyond 1/2 is at the other end.
-inline I picks(F p, F h) { return ((h > 0.0f) & (h < p)) | (h < p - 1.0f); }
+QL_INLINE I picks(F p, F h) { return ((h > 0.0f) & (h < p)) | (h < p - 1.0f); }
 
 // n moved by one, up with probability p_up, down with probability p_down.
-inline F moved(F n, F p_down, F p_up, F h) {
+QL_INLINE F moved(F n, F p_down, F p_up, F h) {
     const I up = picks(p_up, h), down = picks(p_down, -h);
     return n + (one_where(up) - one_where(down & ~up));
 }
 
 // Stochastic rounding: `settle` with nothing to add. The neighbour on the other side of n + r is taken if h is between 0 and r.
-inline F settle_stochastic(const Nearest &at, F h) {
-    return at.n + (F)((h * (h - at.r) < 0.0f) & (I)sign_of(h));
+QL_INLINE F settle_stochastic(const Nearest &at, F h) {
+    return sum_where(is_less(h * (h - at.r), F{}), at.n, sign_of(h));
 }
 
 // n + r with variance s, or what stochastic rounding has if that is more.
-inline F spread(const Nearest &at, F s, F h) {
+QL_INLINE F spread(const Nearest &at, F s, F h) {
     const F side = magnitude(at.r);
     const F extra = lesser(positive(s - side * (1.0f - side)), 1.0f - side) * 0.5f;
     return moved(at.n, positive(-at.r) + extra, positive(at.r) + extra, h);
 }
 
+// The same for s <= 0.7: the probabilities are less than 1 together, so that |h| is compared with that of the side that h is on, and
+// with what that of the other has beyond 1/2.
+QL_INLINE F spread_little(const Nearest &at, F s, F h) {
+    const F side = magnitude(at.r), extra = positive(s - side * (1.0f - side)) * 0.5f, size = magnitude(h), sign = sign_of(h);
+    const F towards = times_sign(at.r, h);  // r, or -r if h is negative
+    const Mask there = is_less(size, positive(towards) + extra), back = is_less(1.0f - (positive(-towards) + extra), size);
+    return sum_where(back, sum_where(there, at.n, sign), -sign);
+}
+
 // Q^vc on the integers, both neighbours one away: three outcomes; or Gaussian noise first; or either, lane by lane.
-inline F settle_discrete(const Point &p, F s, F h) { return spread(Nearest(p), s, h); }
+QL_INLINE F settle_discrete(const Point &p, F s, F h) { return spread(Nearest(p), s, h); }
 
 // The same for s <= 1/4: (s - |r| (1 - |r|)) is at most 1 - |r|, and neither probability exceeds 1/2. One comparison does: |h| with
 // the probability of the side that h is on.
-inline F settle_quiet(const Nearest &at, F s, F h) {
+QL_INLINE F settle_quiet(const Nearest &at, F s, F h) {
     const F side = magnitude(at.r), extra = positive(s - side * (1.0f - side)) * 0.5f;
-    const F towards = (F)((U)at.r ^ ((U)h & 0x80000000u));  // r, or -r if h is negative
-    return at.n + (F)((magnitude(h) < positive(towards) + extra) & (I)sign_of(h));
+    const F towards = times_sign(at.r, h);  // r, or -r if h is negative
+    return sum_where(is_less(magnitude(h), positive(towards) + extra), at.n, sign_of(h));
 }
 
-inline F settle_gaussian(const Point &p, F s, F h, F xi) {
-    return settle_quiet(Nearest({p.whole, p.rest + root(positive(s - 0.25f)) * xi}), all(0.25f), h);
+QL_INLINE F settle_gaussian(const Point &p, F s, F h, F xi) {
+    return settle_quiet(Nearest(Point{p.whole, p.rest + root(positive(s - 0.25f)) * xi}), all(0.25f), h);
 }
 
-inline F settle(const Point &p, F s, I gaussian, F h, F xi) {
+QL_INLINE F settle(const Point &p, F s, I gaussian, F h, F xi) {
     return gaussian ? settle_gaussian(p, s, h, xi) : settle_discrete(p, s, h);
 }
 
 // The same where all that exceeds v_0 has room for Gaussian noise; most vectors have no lane that does not.
-inline F settle_mixed(const Point &p, F s, F h, F xi) {
+QL_INLINE F settle_mixed(const Point &p, F s, F h, F xi) {
     const I gaussian = s > 0.25f;
     return any(~gaussian) ? settle(p, s, gaussian, h, xi) : settle_gaussian(p, s, h, xi);
 }
@@ -125,7 +135,7 @@ inline F settle_wide(const Nearest &at, F s, F h, float wide_at) {
     return at.n + (picks(o.up, h) ? above : picks(o.down, -h) ? -below : F{});
 }
 
-inline F reaches(F y, F s) { return magnitude(y) + root(s) * kNormalBound + 1.5f; }
+QL_INLINE F reaches(F y, F s) { return magnitude(y) + root(s) * kNormalBound + 1.5f; }
 
 inline I feasible(const Nearest &at, F s, float wide_at) {
     const F r = at.r * (at.n < 0.0f ? all(-1.0f) : all(1.0f));
@@ -156,6 +166,9 @@ inline int ceil_log2(float x) { return binade(x) + ((as_bits(x < 0x1p-126f ? x *
 
 inline int clamp(int x, int low, int high) { return x < low ? low : x > high ? high : x; }
 
+inline int lesser_of(int a, int b) { return a < b ? a : b; }
+inline int greater_of(int a, int b) { return a > b ? a : b; }
+
 inline float power_of_two(int e) { return e >= -126 ? as_float(uint32_t(e + 127) << 23) : as_float(1u << (e + 149)); }
 
 // A gap 2^e in the form the loops want it. Below 2^-100 it has no normal inverse, so numbers are lifted by 2^64 first.
@@ -172,6 +185,7 @@ struct Gap {
 template <bool kTiny>
 struct Gaps {
     F lift, down, gap, inverse;
+    Gaps(F gap_, F inverse_) : lift(all(1.0f)), down(all(1.0f)), gap(gap_), inverse(inverse_) {}
     explicit Gaps(I e) {
         const I tiny = kTiny ? e < -100 : I{}, by = tiny & 64;
         lift = tiny ? all(0x1p64f) : all(1.0f);
@@ -188,7 +202,7 @@ inline I greater(I a, I b) { return a > b ? a : b; }
 
 // log2 of the gap of a floating format at x, in each lane; and the least e with x <= 2^e.
 template <bool kTiny>
-inline I float_gap(F x, const Grid &grid) {
+QL_INLINE I float_gap(F x, const Grid &grid) {
     const F size = magnitude(x);
     const I tiny = kTiny ? size < 0x1p-100f : I{};
     const I e = (I)((U)(size * (tiny ? all(0x1p64f) : all(1.0f))) >> 23) - (127 + grid.shift) - (tiny & 64);
@@ -196,13 +210,13 @@ inline I float_gap(F x, const Grid &grid) {
 }
 
 // `parts` of laws.py on a gap 2^e: how fine numbers n near a point may be if n - 1 and n + 1 are to be on the grid.
-inline Parts float_parts(const Point &p, I e, const Grid &grid) {
+QL_INLINE Parts float_parts(const Point &p, I e, const Grid &grid) {
     const F z = greater(magnitude(p.y()) + 1.0f, magnitude(p.rest) * (grid.top * 0x1p-23f));
     const I l = 127 + grid.shift - (I)((U)z >> 23);
     return Parts(lesser(greater(l, I{}), e - grid.min_gap));
 }
 
-inline I ceil_log2(F x) {
+QL_INLINE I ceil_log2(F x) {
     const I tiny = x < 0x1p-100f;
     return (I)(((U)(x * (tiny ? all(0x1p64f) : all(1.0f))) + 0x7fffffu) >> 23) - 127 - (tiny & 64);
 }
@@ -231,7 +245,7 @@ struct Whole {
     const float *start;
     template <class P> F total(int64_t i, P part) const { return part.load(start + i); }
     // kPlain: no NaN, nothing so far out that it needs bounding, no subnormal gaps.
-    template <bool kPlain, class G, class P> Point in(const G &g, int64_t i, P part) const {
+    template <bool kPlain, class G, class P> QL_INLINE Point in(const G &g, int64_t i, P part) const {
         const F x = part.load(start + i);
         return {F{}, kPlain ? x * g.inverse : g.of(x)};
     }
@@ -248,7 +262,7 @@ struct Whole {
 struct Moved {
     const float *start, *move;
     template <class P> F total(int64_t i, P part) const { return part.load(start + i) + part.load(move + i); }
-    template <bool kPlain, class G, class P> Point in(const G &g, int64_t i, P part) const {
+    template <bool kPlain, class G, class P> QL_INLINE Point in(const G &g, int64_t i, P part) const {
         const F x = part.load(start + i), by = part.load(move + i);
         const F y = kPlain ? x * g.inverse : g.of(x), n = whole(y);
         return {n, (y - n) + (kPlain ? by * g.inverse : g.of(by))};

@@ -13,6 +13,15 @@
 
 #include "kernels.h"
 
+// For functions of vectors: compilers that count their instructions leave them out of line, and pass vectors through memory.
+#define QL_INLINE inline __attribute__((always_inline))
+// For longer ones that not every vector needs: 32 registers have room for both, 16 do not.
+#if defined(__AVX512F__)
+#define QL_INLINE_WITH_REGISTERS QL_INLINE
+#else
+#define QL_INLINE_WITH_REGISTERS __attribute__((noinline))
+#endif
+
 namespace {
 
 #if defined(__AVX512F__)
@@ -64,9 +73,78 @@ inline bool any(I mask) {
 inline bool any_within(F x, float most) { return any(x <= most); }
 #endif
 
+// `size`, which is not negative, with the sign of another number; and x with its sign changed where that number is negative.
+#if defined(__AVX512F__)
+inline F with_sign(F size, F of) { return (F)_mm512_ternarylogic_epi32(_mm512_set1_epi32(int(0x80000000u)), (__m512i)of, (__m512i)size, 0xea); }
+inline F times_sign(F x, F of) { return (F)_mm512_ternarylogic_epi32(_mm512_set1_epi32(int(0x80000000u)), (__m512i)of, (__m512i)x, 0x6a); }
+#else
+inline F with_sign(F size, F of) { return (F)((U)size | ((U)of & 0x80000000u)); }
+inline F times_sign(F x, F of) { return (F)((U)x ^ ((U)of & 0x80000000u)); }
+#endif
+
+// What comparisons make where they are combined: AVX-512 has registers for it, which vectors of integers do not reach.
+#if defined(__AVX512F__)
+typedef __mmask16 Mask;
+inline Mask is_less(F a, F b) { return _mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_LT_OQ); }
+inline Mask is_within(F a, F b) { return _mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_LE_OQ); }
+inline Mask both(Mask a, Mask b) { return Mask(a & b); }
+inline Mask is_equal(F a, F b) { return _mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_EQ_OQ); }
+inline bool in_all(Mask m) { return m == 0xffff; }
+inline bool in_any(Mask m) { return m != 0; }
+inline Mask differ(Mask a, Mask b) { return Mask(a ^ b); }
+inline I one_more(I x, Mask where) { return (I)_mm512_mask_add_epi32((__m512i)x, where, (__m512i)x, _mm512_set1_epi32(1)); }
+inline F sum_where(Mask m, F a, F b) { return (F)_mm512_mask_add_ps((__m512)a, m, (__m512)a, (__m512)b); }
+inline bool in_any_but(Mask m, Mask but) { return (m & ~but & 0xffff) != 0; }
+inline F choose(Mask m, F a, F b) { return (F)_mm512_mask_blend_ps(m, (__m512)b, (__m512)a); }
+#else
+typedef I Mask;
+inline Mask is_less(F a, F b) { return a < b; }
+inline Mask is_within(F a, F b) { return a <= b; }
+inline Mask both(Mask a, Mask b) { return a & b; }
+inline Mask is_equal(F a, F b) { return a == b; }
+inline bool in_all(Mask m) { return !any(~m); }
+inline bool in_any(Mask m) { return any(m); }
+inline Mask differ(Mask a, Mask b) { return a ^ b; }
+inline I one_more(I x, Mask where) { return x - where; }  // a mask that is true is -1
+inline F sum_where(Mask m, F a, F b) { return a + (F)(m & (I)b); }
+inline bool in_any_but(Mask m, Mask but) { return any(m & ~but); }
+inline F choose(Mask m, F a, F b) { return m ? a : b; }
+#endif
+
+// Sixteen numbers; a lane takes the one that the four lowest bits of its index name.
+struct Table {
+    alignas(64) float entries[16];
+#if defined(__AVX512F__)
+    F operator[](U index) const { return (F)_mm512_permutexvar_ps((__m512i)index, _mm512_load_ps(entries)); }
+#elif defined(__AVX2__)
+    F operator[](U index) const {
+        const __m256i lanes = (__m256i)index;
+        const __m256 low = _mm256_permutevar8x32_ps(_mm256_load_ps(entries), lanes);
+        const __m256 high = _mm256_permutevar8x32_ps(_mm256_load_ps(entries + 8), lanes);
+        return (F)_mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32(lanes, 28)));
+    }
+#else
+    F operator[](U index) const {
+        F x;
+        for (int l = 0; l < kWidth; ++l) x[l] = entries[index[l] & 15u];
+        return x;
+    }
+#endif
+};
+
 inline F magnitude(F x) { return (F)((U)x & 0x7fffffffu); }
 inline F positive(F x) { return greater(x, F{}); }
-inline F whole(F x) { return __builtin_convertvector(__builtin_convertvector(x, I), F); }  // towards zero, |x| < 2^31
+// Towards zero, for any number. Zero may have either sign.
+#if defined(__AVX512F__)
+inline F whole(F x) { return (F)_mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_ZERO | _MM_FROUND_NO_EXC); }
+#elif defined(__AVX2__)
+inline F whole(F x) { return (F)_mm256_round_ps((__m256)x, _MM_FROUND_TO_ZERO | _MM_FROUND_NO_EXC); }
+#else
+inline F whole(F x) {
+    const I fits = magnitude(x) < 0x1p23f;
+    return fits ? __builtin_convertvector(__builtin_convertvector(fits ? x : F{}, I), F) : x;
+}
+#endif
 inline F one_where(I mask) { return (F)(mask & (I)all(1.0f)); }
 
 // Whole numbers in the lanes, |x| < 2^31; and these as bytes in memory, which compilers do not vectorize well.
@@ -161,7 +239,7 @@ struct Part {
 };
 
 template <class Body>
-inline __attribute__((always_inline)) void lanes(int64_t n, const Body &body) {
+QL_INLINE void lanes(int64_t n, const Body &body) {
     int64_t i = 0;
     for (; i + kWidth <= n; i += kWidth) body(i, Full{});
     if (i < n) body(i, Part{n - i});
