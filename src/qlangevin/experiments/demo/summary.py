@@ -15,7 +15,7 @@ DECIDED = 2.0  # standard errors beyond which a difference counts
 NAMES = {"error": "error", "nll": "NLL", "ece": "ECE", "auroc": "AUROC"}
 BAND_HEAD = ("model, sampler", "width / reference", "coverage (should be 95 %)")
 DIGITS_HEAD = ("method", "B/weight", "stored", "time", "R-hat", "error, %", "NLL", "ECE, %", "AUROC")
-VERDICT_HEAD = ("corrected 8-bit SGHMC against", "error", "NLL", "ECE", "AUROC")
+VERDICT_HEAD = ("corrected, against", "error, %", "NLL", "ECE, %", "AUROC")
 
 
 class Verdict(NamedTuple):
@@ -32,10 +32,14 @@ class Verdict(NamedTuple):
             return "same"
         return "better" if (self.difference > 0) == (self.score == "auroc") else "worse"
 
+    @property
+    def numbers(self) -> str:
+        """Return the difference and its standard error, in per cent if the score is a share."""
+        scale, digits = (100, 2) if self.score in ("error", "ece") else (1, 3)
+        return f"{scale * self.difference:+.{digits}f} ± {scale * self.error:.{digits}f}"
+
     def __str__(self) -> str:
-        unit, digits = ("%", 2) if self.score in ("error", "ece") else ("", 3)
-        scale = 100 if unit else 1
-        return f"{self.word} ({scale * self.difference:+.{digits}f} ± {scale * self.error:.{digits}f}{unit and ' %'})"
+        return f"{self.word} ({self.numbers}{' %' if self.score in ('error', 'ece') else ''})"
 
 
 def band_rows(model: str, bands: Sequence[Band]) -> list[tuple[str, ...]]:
@@ -69,7 +73,7 @@ def digits_rows(scored: Sequence[Scored]) -> list[tuple[str, ...]]:
 
 def verdict_rows(scored: Sequence[Scored]) -> list[tuple[str, ...]]:
     """Return rows of `VERDICT_HEAD`: the last method compared with each other one, on the same test images."""
-    return [(s.name, *(str(v) for v in _verdicts(scored[-1], s))) for s in scored[:-1]]
+    return [(s.name, *(f"{v.word} ({v.numbers})" for v in _verdicts(scored[-1], s))) for s in scored[:-1]]
 
 
 def _verdicts(one: Scored, other: Scored) -> list[Verdict]:
