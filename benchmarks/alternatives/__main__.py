@@ -13,30 +13,32 @@ from statistics import mean, stdev
 from typing import Any
 
 import torch
+from torch import nn
 
 import qlangevin as ql
 from qlangevin.experiments.chain import build_network
-from qlangevin.experiments.data import DatasetName, load_dataset, make_loader
+from qlangevin.experiments.data import Examples, make_loader
 from qlangevin.experiments.presets import EXPERIMENTS, Experiment
 from qlangevin.experiments.score import TEST_BATCH, score
 from qlangevin.prediction import metrics
 
+from .outside import load_outside
 from .rows import ROWS, Made, Work, read
 
-OUTSIDE: dict[str, DatasetName] = {"mnist-mlp": "fashion-mnist", "mnist-logistic": "fashion-mnist"}
 COLUMNS = {"error": 100.0, "nll": 1.0, "ece": 100.0, "auroc": 1.0}
 
 
-def score_row(work: Work, made: Made, data_dir: Path | None) -> dict[str, float]:
-    """Score the average over the samples of all stores of a row."""
+def score_row(work: Work, made: Made, outside: Examples | None) -> dict[str, float]:
+    """Score the average over the samples of all stores of a row, with activations in float32."""
     model = build_network(work.config, work.data)
-    posterior = ql.Posterior.open(made.folders, model)
+    learned = make_loader(work.data.train, TEST_BATCH, shuffle=False) if made.batch_norm else None
+    has_norm = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
+    posterior = ql.Posterior.open(made.folders, model, batch_norm=learned if learned and has_norm else "stored")
     batches = make_loader(work.data.test, TEST_BATCH, shuffle=False)
     scored = score(posterior, batches, lambda *_: None)
     found = {name: scored["scores"][name] for name in ("error", "nll", "ece")}
-    if outside := OUTSIDE.get(work.config.name):
-        other = load_dataset(outside, data_dir, limit_test=work.config.limit_test, augment=False).test
-        loaders = [make_loader(examples, TEST_BATCH, shuffle=False) for examples in (work.data.test, other)]
+    if outside is not None:
+        loaders = [make_loader(examples, TEST_BATCH, shuffle=False) for examples in (work.data.test, outside)]
         found["auroc"] = metrics.ood(*(posterior.uncertainty_loader(b, progress=False) for b in loaders))["entropy"]
     nbytes = sum(ql.SampleStore.open(folder).nbytes for folder in made.folders)
     return {**found, "bytes": nbytes, "samples": len(posterior), "steps": made.steps}
@@ -86,6 +88,9 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--rows", nargs="+", default=list(ROWS), choices=list(ROWS), metavar="ROW")
     parser.add_argument("--out", type=Path)
+    parser.add_argument(
+        "--runs", type=Path, help="folder of a sweep: its runs with the same settings are not done again"
+    )
     parser.add_argument("--option", nargs="+", default=[], metavar="NAME=VALUE", help="settings of the experiment")
     given = parser.parse_args()
     preset = EXPERIMENTS[given.experiment]
@@ -93,16 +98,16 @@ def main() -> None:
     out = given.out or Path("results") / "alternatives" / given.experiment
     out.mkdir(parents=True, exist_ok=True)
     config = preset(method="sgdfp", **options)
-    data = config.load_data(given.data_dir)
     kept = read(out / "scores.json")
     rows: dict[str, dict[str, dict[str, float]]] = kept.get("rows", {})
+    outside = load_outside(config.load_data(given.data_dir), given.data_dir)
     for seed in given.seeds:
-        work = Work(replace(config, seed=seed), data, out)
+        work = Work(replace(config, seed=seed), out, given.data_dir, given.runs)
         for row in given.rows:
             if str(seed) in rows.get(row, {}):
                 continue
             began = time.monotonic()
-            rows.setdefault(row, {})[str(seed)] = score_row(work, ROWS[row](work), given.data_dir)
+            rows.setdefault(row, {})[str(seed)] = score_row(work, ROWS[row](work), outside)
             print(f"{row}, seed {seed}: {rows[row][str(seed)]} in {time.monotonic() - began:.0f} s", flush=True)
             machine = {"python": platform.python_version(), "torch": torch.__version__, "library": ql.__version__}
             command = f"python -m benchmarks.alternatives {given.experiment} --seeds {' '.join(map(str, given.seeds))}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from qlangevin.experiments.data import Data
 from qlangevin.experiments.methods import MethodName
 from qlangevin.experiments.presets import Experiment
 from qlangevin.experiments.processes import ignore_progress
-from qlangevin.quantization.formats import parse
+from qlangevin.experiments.run import is_finished
 
 from . import stores
 
@@ -22,6 +23,7 @@ MEMBERS = 5  # of a deep ensemble
 COPIES = 20  # of one network, rounded stochastically
 FEW_BITS = "bfp5"  # ensembles of rounded copies are usually made with fewer bits, where copies differ
 SWAG_SHARE = 0.25  # of the epochs, after those of SGD
+SWAG_LR = 0.1  # times the first lr, where the schedule of SGD decays; Maddox et al. do the same for CIFAR-10
 RMS_LR, SGHMC_LR, FRICTION = 0.02, 5.0, 0.1  # times SGLD's lr
 
 
@@ -31,27 +33,36 @@ class Made:
 
     folders: list[Path]
     steps: int
-    format: str | None = None  # of the weights as they are kept
+    batch_norm: bool = False
+    """Statistics of batch normalization have to be estimated: no chain has been at these weights."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """An experiment with one seed, its data, and where to put stores."""
+    """An experiment with one seed, and where to put stores; ``runs`` holds runs of a sweep, which are not done again."""
 
     config: Experiment
-    data: Data
     out: Path
+    data_dir: Path | None = None
+    runs: Path | None = None
+
+    @cached_property
+    def data(self) -> Data:
+        """Data of the experiment, augmented as the seed says."""
+        return self.config.load_data(self.data_dir)
 
     def folder(self, name: str) -> Path:
         return self.out / f"{name}-seed{self.config.seed}"
 
-    def chain(self, method: MethodName, format: str | None = None, **changes: Any) -> Made:
+    def chain(self, method: MethodName, format: str | None = None) -> Made:
         """Run a chain of one of the paper's methods, or the rest of it."""
-        config = replace(self.config, method=method, format=format, **changes)
-        name = f"{method}-{(format or 'fp32').replace('/', '_')}-seed{config.seed}"
+        config = replace(self.config, method=method, format=format)
         chain = prepare_chain(config, self.data)
-        train_chain(chain, self.out / name, ignore_progress)
-        return Made([self.out / name], chain.schedule.total_steps, format)
+        steps = chain.schedule.total_steps
+        if self.runs is not None and is_finished(config, self.runs / config.run_name):
+            return Made([self.runs / config.run_name], steps)
+        train_chain(chain, self.out / config.run_name, ignore_progress)
+        return Made([self.out / config.run_name], steps)
 
     @property
     def low(self) -> str:
@@ -82,7 +93,7 @@ def _copies(work: Work, rounding: Any, format: str, count: int) -> Made:
     members = (stores.rounded(weights, model, format, rounding, seed) for seed in range(count))
     # A sample is stored in whole bytes, so that numbers of fewer bits are kept in 8, on which grid they are too.
     folder = stores.write(work.folder(f"{rounding}-{format}"), model, members, "bfp8")
-    return Made([folder], trained.steps, "bfp8")
+    return Made([folder], trained.steps, batch_norm=True)
 
 
 def ensemble(work: Work) -> Made:
@@ -97,18 +108,21 @@ def replace_seed(work: Work, seed: int) -> Work:
 
 
 def swag(work: Work) -> Made:
-    """SGD goes on with a constant learning rate, and leaves snapshots."""
+    """SGD goes on with a constant learning rate, and leaves snapshots; batch normalization is estimated for each draw."""
     trained = sgd(work)
     epochs = max(1, round(work.config.epochs * SWAG_SHARE))
     config = replace(work.config, method="sgdfp", format=None, epochs=epochs)
     chain = prepare_chain(config, work.data, trained.folders[0])
+    decays = not isinstance(chain.schedule, ql.ConstantLR)
+    for group in chain.sampler.param_groups:
+        group["lr"] = group["initial_lr"] = config.first_lr * (SWAG_LR if decays else 1.0)
     schedule = ql.ConstantLR(chain.sampler, chain.schedule.total_steps, stores.SNAPSHOTS, burn_in=0.0)
     folder = work.folder("swag-snapshots")
     train_chain(replace(chain, schedule=schedule), folder, ignore_progress)
     snapshots = [dict(sample.decode()) for sample in ql.SampleStore.open(folder)]
     model = build_network(config, work.data)
-    draws = stores.write(work.folder("swag"), model, stores.swag(snapshots, config.seed), None)
-    return Made([draws], trained.steps + chain.schedule.total_steps)
+    draws = stores.write(work.folder("swag"), model, stores.swag(snapshots, model, config.seed), None)
+    return Made([draws], trained.steps + chain.schedule.total_steps, batch_norm=True)
 
 
 def sgld(work: Work) -> Made:
@@ -148,13 +162,13 @@ def _with_sampler(work: Work, name: str, make: Callable[[Chain, dict[str, Any]],
     chain = prepare_chain(config, work.data)
     settings = {
         "lr": config.first_lr, "num_data": len(work.data.train), "temperature": config.temperature,
-        "weight_decay": config.weight_decay, "weights": work.low, "gradients": str(parse(work.low)), "seed": config.seed,
+        "weight_decay": config.weight_decay, "weights": work.low, "gradients": work.low, "seed": config.seed,
     }  # fmt: skip
     sampler = make(chain, settings)
     schedule = config.schedule(sampler, chain.schedule.total_steps)
     folder = work.folder(name)
     train_chain(replace(chain, sampler=sampler, schedule=schedule), folder, ignore_progress)
-    return Made([folder], schedule.total_steps, work.low)
+    return Made([folder], schedule.total_steps)
 
 
 ROWS: dict[str, Callable[[Work], Made]] = {

@@ -49,15 +49,16 @@ def rounded(
     }
 
 
-def swag(snapshots: list[dict[str, Tensor]], seed: int) -> Iterable[dict[str, Tensor]]:
+def swag(snapshots: list[dict[str, Tensor]], model: nn.Module, seed: int) -> Iterable[dict[str, Tensor]]:
     """Yield draws of SWAG (Maddox et al., 2019) with the mean, diagonal and deviations of snapshots of SGD.
 
     θ = mean + diagonal^(1/2) z1 / √2 + D z2 / √(2 (K - 1)),     z1, z2 standard normal, D the deviations as columns
+
+    Buffers of the model are those of the last snapshot.
     """
     generator = torch.Generator().manual_seed(seed)
-    stacked = {
-        name: torch.stack([s[name] for s in snapshots]) for name, t in snapshots[0].items() if t.is_floating_point()
-    }
+    parameters = dict(model.named_parameters())
+    stacked = {name: torch.stack([s[name] for s in snapshots]) for name in snapshots[0] if name in parameters}
     mean = {name: t.mean(0) for name, t in stacked.items()}
     for _ in range(DRAWS):
         z = torch.randn(len(snapshots), generator=generator) / (2 * (len(snapshots) - 1)) ** 0.5

@@ -9,7 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qlangevin.experiments.data import load_dataset, text
-from qlangevin.experiments.data.text import Reviews, pad_texts, read_imdb, split_words
+from qlangevin.experiments.data.text import (
+    Reviews,
+    encode_texts,
+    pad_texts,
+    read_imdb,
+    read_vocabulary,
+    split_words,
+)
 from qlangevin.storage.tensor_file import tensor_chunks
 from tests.helpers.official import REVIEWS, archive, real, write
 
@@ -77,6 +84,13 @@ def test_words_are_numbered_by_frequency_and_classes_take_turns(packed: Path) ->
     train, test = read_imdb(packed)
     assert spelled(train) == TRAIN
     assert spelled(test) == TEST
+
+
+def test_other_texts_have_the_numbers_of_the_reviews(packed: Path) -> None:
+    vocabulary = read_vocabulary(packed)
+    assert vocabulary == WORDS[2:]
+    encoded = encode_texts(["Good film!", "", "A worse film"], vocabulary)
+    assert spelled(encoded) == [(0, ["good", "film", "!"]), (0, []), (0, ["a", "?", "film"])]
 
 
 @pytest.mark.parametrize("folder", ["", "aclImdb", "imdb/aclImdb"])

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,7 +28,7 @@ from ...storage.tensor_file import report_damage, tensor_chunks
 from .fetch import cache_folder
 from .readers import interleave, read_archive
 
-__all__ = ["Reviews", "pad_texts", "read_imdb", "split_words"]
+__all__ = ["Reviews", "encode_texts", "pad_texts", "read_imdb", "read_vocabulary", "split_words"]
 
 VERSION = 1  # of the cache: raise it with any change in splitting, numbering or order
 UNKNOWN, FIRST = 1, 2
@@ -154,6 +155,22 @@ def _appearance(reviews: Sequence[Review], seen: dict[str, int], advance: Callab
         raise ValueError("the reviews of IMDB have no words; get them again")
     counts, labels = (torch.tensor(t, device="cpu") for t in (lengths, [review.label for review in reviews]))
     return Reviews(torch.frombuffer(numbers, dtype=torch.int32), counts, labels)
+
+
+def read_vocabulary(path: Path, progress: bool = True) -> list[str]:
+    """Return the words of the training reviews in the order of their numbers; the first word has number 2."""
+    train, _ = _read(path, progress)
+    counts = Counter(word for review in train for word in split_words(review.text.decode("utf-8", errors="replace")))
+    return sorted(counts, key=lambda word: (-counts[word], word))
+
+
+def encode_texts(texts: Sequence[str], vocabulary: Sequence[str]) -> Reviews:
+    """Number the words of texts that are no reviews of IMDB; their labels are 0."""
+    ranks = {word: number for number, word in enumerate(vocabulary, FIRST)}
+    numbers = [[ranks.get(word, UNKNOWN) for word in split_words(text)] for text in texts]
+    flat = torch.tensor([n for text in numbers for n in text], dtype=torch.int32, device="cpu")
+    lengths = torch.tensor([len(text) for text in numbers], device="cpu")
+    return Reviews(flat, lengths, torch.zeros_like(lengths))
 
 
 # ---- cache

@@ -1,0 +1,92 @@
+"""What users would pick instead: the law of SWAG's draws, rounded copies, chains that are not run twice, and data outside."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import qlangevin as ql
+from benchmarks.alternatives import __main__ as alternatives
+from benchmarks.alternatives import rows, stores
+from benchmarks.alternatives.outside import load_outside
+from qlangevin.experiments.data import load_dataset
+from qlangevin.experiments.presets import Digits
+from qlangevin.experiments.run import run_experiment
+from tests.helpers.official import REVIEWS, write
+
+SMALL = {"epochs": 2, "batch": 5, "samples": 2, "limit_train": 100, "limit_test": 50, "hidden": 8}
+
+
+def network() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+
+
+def snapshot(seed: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: torch.randn(t.shape, generator=generator) if t.is_floating_point() else t
+        for name, t in network().state_dict().items()
+    }
+
+
+def test_draws_of_swag_have_its_mean_and_variance(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Var θ = d/2 + Σ D²/(2 (K - 1)), with d the mean of D². A false alarm of 5 s.e. in 30 weights: 2e-5 for each moment."""
+    draws, snapshots = 4000, [snapshot(seed) for seed in range(5)]
+    monkeypatch.setattr(stores, "DRAWS", draws)
+    drawn = list(stores.swag(snapshots, network(), seed=0))
+    for name, _ in network().named_parameters():
+        each, made = (torch.stack([s[name] for s in group]) for group in (snapshots, drawn))
+        squares = (each - each.mean(0)).square()
+        variance = squares.mean(0) / 2 + squares.sum(0) / (2 * 4)
+        assert ((made.mean(0) - each.mean(0)).abs() <= 5 * (variance / draws).sqrt()).all()
+        assert ((made.var(0) / variance - 1).abs() <= 5 * (2 / draws) ** 0.5).all()
+    for name, _ in network().named_buffers():  # a variance that is drawn may be negative
+        assert all(torch.equal(draw[name], snapshots[-1][name]) for draw in drawn)
+
+
+def test_copies_are_rounded_but_for_buffers() -> None:
+    weights = snapshot(0)
+    rounded = stores.rounded(weights, network(), "bfp5", "stochastic", seed=0)
+    assert torch.equal(rounded["0.weight"], ql.quantize(weights["0.weight"], "bfp5", "stochastic", ql.Key(0, 0)))
+    assert torch.equal(rounded["1.running_var"], weights["1.running_var"])
+    assert not torch.equal(stores.rounded(weights, network(), "bfp5", "stochastic", 1)["0.weight"], rounded["0.weight"])
+
+
+def test_runs_of_a_sweep_are_not_done_again(tmp_path: Path) -> None:
+    config = Digits(method="sgdfp", **SMALL)  # type: ignore[arg-type]
+    run_experiment(config, tmp_path / "sweep" / config.run_name)
+    work = rows.Work(config, tmp_path / "out", runs=tmp_path / "sweep")
+    assert rows.sgd(work) == rows.Made([tmp_path / "sweep" / config.run_name], 40)
+    assert not (tmp_path / "out").exists()
+    assert rows.sgld(work).folders == [tmp_path / "out/sgldfp-fp32-seed0"]
+
+
+@pytest.mark.slow
+def test_all_rows_of_a_small_experiment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = [f"{name}={value}" for name, value in {**SMALL, "cycles": 1, "cycle_samples": 2}.items()]
+    command = ["alternatives", "digits", "--seeds", "0", "--out", str(tmp_path), "--option", *options]
+    monkeypatch.setattr(sys, "argv", command)
+    monkeypatch.setattr(stores, "DRAWS", 3)
+    alternatives.main()
+    found = json.loads((tmp_path / "scores.json").read_text())["rows"]
+    assert found.keys() == rows.ROWS.keys()
+    assert found["deep ensemble of 5"]["0"]["samples"] == 5
+    assert found["deep ensemble of 5"]["0"]["steps"] == 5 * found["SGD"]["0"]["steps"]
+    assert found["SGD, rounded to bfp8 after training"]["0"]["bytes"] < found["SGD"]["0"]["bytes"]
+    assert all(0 <= seeds["0"]["error"] <= 1 for seeds in found.values())
+
+
+def test_the_language_reference_is_cut_into_texts_as_long_as_reviews(tmp_path: Path) -> None:
+    write(tmp_path / "imdb", {name: review.encode() for name, review in REVIEWS.items()})
+    data = load_dataset("imdb", tmp_path, length=7)
+    outside = load_outside(data, tmp_path)
+    assert outside is not None
+    texts, _ = outside.__getitems__(range(len(outside)))
+    assert texts.shape == (len(data.test), 7)
+    assert texts.min() > 0  # no padding
+    assert texts.max() < (data.words or 0)
