@@ -1,4 +1,4 @@
-"""What adapting gains cost: variances of chains with RMS gains that go on adapting, whose law lacks the term of ∂G/∂θ.
+"""Cost of adapting gains: variances of chains with RMS gains that go on adapting, whose law lacks the term of ∂G/∂θ.
 
     python -m benchmarks.adapting_gains [--steps 10000] [--weights 1024]
 

@@ -1,4 +1,4 @@
-"""How fast samplers mix: effective samples for each gradient, in 8 bits, of SGLD, SGLD with RMS gains, and SGHMC.
+"""Speed of mixing: effective samples for each gradient, in 8 bits, of SGLD, SGLD with RMS gains, and SGHMC.
 
     python -m benchmarks.mixing [--problems gaussian digits mnist] [--data-dir DIR] [--out FILE]
 

@@ -1,9 +1,8 @@
 """Hooks of mkdocs: let pages include files of the repository, and let links that leave docs/ lead to pages of the site.
 
 A line ``<!-- include CHANGELOG.md -->`` is replaced by that file, which is code in a block of its own unless it is Markdown, and
-a line ``<!-- help qlangevin -->`` by the help of each command. `on_config` adds pages to the contents that match the patterns
-under ``extra: sections`` in mkdocs.yml. The words after ``python`` on a fence are for the tests (`tests/test_readme.py`), and are
-removed here.
+a line ``<!-- help qlangevin -->`` by the help of each command. The words after ``python`` on a fence are for the tests
+(`tests/test_readme.py`), and are removed here.
 """
 
 from __future__ import annotations
@@ -36,22 +35,6 @@ HELP = "<!-- help qlangevin -->"
 COMMANDS = ("demo", "run", "sweep", "evaluate", "diagnose", "report", "llc", "bound", "bench")
 FENCE = re.compile(r"^( *```python)[^\n]+$", re.MULTILINE)
 LINK = re.compile(r"\]\((?!https?:|mailto:|#)([^)#\s]+)(#[^)\s]*)?\)")
-
-
-def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Add pages that match the patterns of a section to it."""
-    docs = Path(config.docs_dir)
-    for name, patterns in config.extra["sections"].items():
-        [section] = [entry[name] for entry in config.nav or [] if name in entry]
-        known = {page for entry in section for page in (entry.values() if isinstance(entry, dict) else [entry])}
-        found = sorted(path.name for pattern in patterns for path in docs.glob(pattern))
-        section.extend({title_of(docs / page): page} for page in found if page not in known)
-    return config
-
-
-def title_of(page: Path) -> str:
-    """Return the first heading of a page."""
-    return next(line[2:] for line in page.read_text("utf-8").splitlines() if line.startswith("# "))
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:

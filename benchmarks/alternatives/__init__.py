@@ -1,4 +1,4 @@
-"""What users would pick instead of sampling in 8 bits: rounded networks, ensembles and SWAG, scored alike.
+"""Alternatives to sampling in 8 bits: rounded networks, ensembles and SWAG, scored alike.
 
     python -m benchmarks.alternatives mnist-mlp --data-dir DIR [--seeds 0 1 2] [--out FOLDER] [--option epochs=5 ...]
 

@@ -38,7 +38,7 @@ class Handler:
     replaces_forward: ClassVar[bool] = False
     """`forward` takes the place of the module's own, unless the user has already replaced that."""
     recomputes: ClassVar[bool] = False
-    """What the module's own operations save is computed again in backward where it can be; see `recomputation`."""
+    """Recompute in backward what the module's own operations would save, where possible; see `recomputation`."""
     quantizes_in_forward: ClassVar[bool] = False
     """`forward` returns quantized outputs, so that the hook has nothing left to do."""
 

@@ -1,4 +1,4 @@
-"""What autograd holds in the place of a saved tensor: codes, or the tensor itself."""
+"""Stand-ins that autograd holds for saved tensors: codes, or the tensor itself."""
 
 from __future__ import annotations
 

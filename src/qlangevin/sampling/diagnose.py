@@ -85,7 +85,7 @@ def _propose_underdamped(
 
 
 class Rows(NamedTuple):
-    """What some rows of a parameter have beside weights and gradient."""
+    """Settings and velocities of some rows of a parameter, beside their weights and gradient."""
 
     beside: Beside
     velocity: Tensor | None = None

@@ -1,4 +1,4 @@
-"""What a diagnosis says: figures of each parameter and of all, remedies, and the table that a terminal shows."""
+"""Result of a diagnosis: figures of each parameter and of all, remedies, and the table that a terminal shows."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class Remedy:
     kind: str
     """"bits", "block", "accumulator", "lr", "rounding", "range" or "velocity"."""
     settings: str
-    """What to write, such as ``weights="bfp12"``."""
+    """Arguments to write, such as ``weights="bfp12"``."""
     inflation: float | None
     """Inflation that is left over all weights; None if it is not known."""
     bytes_per_weight: float
@@ -128,7 +128,7 @@ class Remedy:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Whether the bits suffice for the noise: figures of each parameter and of all, and what would repair them."""
+    """Verdict on the bits for the noise: figures of each parameter and of all, and settings that would repair them."""
 
     parameters: tuple[ParameterDiagnosis, ...]
     total: ParameterDiagnosis

@@ -1,4 +1,4 @@
-"""What a sampler keeps: the state of each parameter, its name, and the counts of steps that the host does not wait for."""
+"""State of a sampler: that of each parameter, their names, and the counts of steps that the host does not wait for."""
 
 from __future__ import annotations
 

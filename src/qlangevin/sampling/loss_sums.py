@@ -30,7 +30,7 @@ BACKWARD: CodeType | None = getattr(torch.autograd.backward, "__code__", None)
 
 
 class Watching(Protocol):
-    """What is needed of a sampler."""
+    """Attributes of a sampler that are needed here."""
 
     param_groups: list[dict[str, Any]]
 

@@ -32,7 +32,7 @@ WIDE = 1.0  # from here on the variance of Q^d is s + 1/12 up to 1e-8
 
 
 class Proposal(NamedTuple):
-    """What a step proposes to some weights, before any grid: θ, drift δ, and variance v, a number or one for each weight.
+    """Proposal of a step to some weights, before any grid: θ, drift δ, and variance v, a number or one for each weight.
 
     The others are of velocities, None without them.
     """

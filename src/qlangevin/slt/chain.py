@@ -35,7 +35,7 @@ Progress = Callable[[int], None]
 
 @dataclass(frozen=True)
 class Job:
-    """What all chains of an estimate share."""
+    """Inputs and settings that all chains of an estimate share."""
 
     model: nn.Module
     loader: DataLoader[Any]

@@ -43,7 +43,7 @@ ABOUT, LOSS, OBSERVED = "llc.json", "loss.json", "observed."
 
 @dataclass
 class Record:
-    """What a chain has recorded: the loss of each step, that of the same examples at w*, and observables of its draws."""
+    """Record of a chain: the loss of each step, that of the same examples at w*, and observables of its draws."""
 
     losses: Tensor
     baselines: Tensor

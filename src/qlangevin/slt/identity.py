@@ -1,4 +1,4 @@
-"""What tells an estimate from others, so that a folder of draws is not taken for those of other data, masks or weights."""
+"""Identity of an estimate, so that draws of other data, masks or weights are not taken for its own."""
 
 from __future__ import annotations
 

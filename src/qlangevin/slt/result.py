@@ -1,4 +1,4 @@
-"""What an estimate says: the learning coefficient of each chain and of all, its error, and reasons to doubt it."""
+"""Result of an estimate: the learning coefficient of each chain and of all, its error, and reasons to doubt it."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False)
 class Traces:
-    """What the chains of an estimate recorded, their mean λ̂ and its error."""
+    """Records of the chains of an estimate, their mean λ̂ and its error."""
 
     name: str
     """Part of the model whose weights moved; "full" is all of it."""
@@ -41,7 +41,7 @@ class Traces:
     input_ids: Mapping[str, npt.NDArray[np.int64]] = field(default_factory=dict)
     """Token numbers of the observables, [example, token], where they have them."""
     resolution: Mapping[str, Any] | None = None
-    """Whether the bits sufficed, by the sampler's ``diagnose()`` after the last step; None if it has none."""
+    """Verdict on the number of bits by the sampler's ``diagnose()`` after the last step; None if it has none."""
     parts: Mapping[str, Self] = field(default_factory=dict, repr=False)
     """The estimates of all masks by name, this one among them."""
 
