@@ -1,29 +1,33 @@
 """Compare the paper's claims, one by one, with results.
 
-A difference counts if it is larger than two standard errors of the difference; otherwise, and where a single seed leaves the
-standard error unknown, the claim is undecided. A claim about every width holds if it does at each of them.
+A difference counts if chance would hardly explain it (`scatter`); otherwise, and where no method has two seeds, the claim is
+undecided. A claim about every width holds if it does at each of them.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import product
 from typing import Literal, TypeAlias
 
 from ..results import Result
+from .scatter import LEVEL, Scatter, pool_scatter
 from .summary import SCORES, Cells, Estimate, by_experiment, family, method_name, scores, sweep
 
-__all__ = ["DEFINITION", "Claim", "Verdict", "claims", "lower"]
+__all__ = ["QUALITY", "RULE", "Claim", "Verdict", "claims", "lower"]
 
 Verdict: TypeAlias = Literal["holds", "does not hold", "undecided"]
 
 UNDECIDED: Verdict = "undecided"
 NEAR = 0.02  # of the full-precision NLL
-DEFINITION = (
+RULE = (
+    f"Verdicts: a difference counts if chance would exceed it in less than {100 * LEVEL:g} % of all comparisons, by Student's t. "
+    "Its standard error has the relative variance over seeds, pooled over all methods in the format."
+)
+QUALITY = (
     "Full-precision quality means: the NLL is above that of the method's own full-precision counterpart (SGLDFP or SGDFP) by "
-    "at most 2 %, or by at most two combined standard errors."
+    "at most 2 %, or by a difference that does not count."
 )
 
 REPORTED = {  # scores that the paper has of an experiment
@@ -58,15 +62,10 @@ def claims(results: Iterable[Result]) -> list[Claim]:
     return found
 
 
-def combined(a: Estimate, b: Estimate) -> float | None:
-    """Return the standard error of the difference; None if one of the errors is not known."""
-    return None if a.error is None or b.error is None else math.hypot(a.error, b.error)
-
-
-def lower(a: Estimate, b: Estimate) -> Verdict:
+def lower(a: Estimate, b: Estimate, scatter: Scatter | None) -> Verdict:
     """Judge whether a is below b."""
-    error, gap = combined(a, b), b.mean - a.mean
-    if error is None or abs(gap) <= 2 * error:
+    gap = b.mean - a.mean
+    if scatter is None or abs(gap) <= scatter.limit(a, b):
         return "undecided"
     return "holds" if gap > 0 else "does not hold"
 
@@ -83,16 +82,20 @@ def _of_pairs(experiment: str, cells: Cells) -> Iterator[Claim]:
             first, second = (scores(cells, method, name).get(format) for method in (a, b))
             if first is not None and second is not None:
                 text = f"{method_name(a)} has a lower {SCORES[name].title} than {method_name(b)} in {format}"
-                yield Claim(experiment, text, lower(first, second), _compare(name, first, second))
+                scatter = pool_scatter(cells, {format}, name)
+                yield Claim(experiment, text, lower(first, second, scatter), _compare(name, first, second, scatter))
         if family(format) == "bfp8":
             yield from _matches(experiment, cells, format, names)
 
 
-def _compare(name: str, first: Estimate, second: Estimate) -> str:
-    """Return both scores in words."""
+def _compare(name: str, first: Estimate, second: Estimate, scatter: Scatter | None) -> str:
+    """Return both scores in words, and their difference with the standard error by which it is judged."""
     unit = " %" if SCORES[name].percent else ""
-    seeds = "" if combined(first, second) is not None else "; one seed, so that its standard error is not known"
-    return f"{SCORES[name].bare(first)}{unit} against {SCORES[name].bare(second)}{unit}{seeds}"
+    both = f"{SCORES[name].bare(first)}{unit} against {SCORES[name].bare(second)}{unit}"
+    if scatter is None:
+        return f"{both}; one seed, so that the standard error is not known"
+    gap = Estimate(abs(first.mean - second.mean), scatter.error(first, second), 2)
+    return f"{both}; difference {SCORES[name].bare(gap)}{unit}"
 
 
 def _matches(experiment: str, cells: Cells, format: str, names: Iterable[str]) -> Iterator[Claim]:
@@ -100,10 +103,11 @@ def _matches(experiment: str, cells: Cells, format: str, names: Iterable[str]) -
     for name in names:
         ours, full = scores(cells, "vc-csgldlp-l", name).get(format), scores(cells, "sgdfp", name).get("fp32")
         if ours is not None and full is not None:
-            verdict: Verdict = "does not hold" if lower(full, ours) == "holds" else "holds"
-            verdict = "undecided" if combined(ours, full) is None else verdict
+            scatter = pool_scatter(cells, {format, "fp32"}, name)
+            verdict: Verdict = "does not hold" if lower(full, ours, scatter) == "holds" else "undecided"
+            verdict = "holds" if scatter is not None and ours.mean <= full.mean else verdict
             text = f"VC cSGLDLP-L in {format} has no higher {SCORES[name].title} than SGDFP"
-            yield Claim(experiment, text, verdict, _compare(name, ours, full))
+            yield Claim(experiment, text, verdict, _compare(name, ours, full, scatter))
 
 
 def _of_widths(experiment: str, cells: Cells) -> Iterator[Claim]:
@@ -124,7 +128,11 @@ def _everywhere(
     """Judge whether method a has a lower NLL than method b at all these widths."""
     text = f"{method_name(a)} has a lower NLL than {method_name(b)} {where}"
     first, second = scores(cells, a, "nll"), scores(cells, b, "nll")
-    pairs = {bits: (first[f], second[f]) for bits, f in widths.items() if f in first and f in second}
+    pairs = {
+        bits: (first[f], second[f], pool_scatter(cells, {f}, "nll"))
+        for bits, f in widths.items()
+        if f in first and f in second
+    }
     if not pairs:
         return Claim(experiment, text, "undecided", "there are no runs of both")
     verdicts = {bits: lower(*pair) for bits, pair in pairs.items()}
@@ -133,17 +141,17 @@ def _everywhere(
     return Claim(experiment, text, verdict, _over_widths(pairs, verdicts))
 
 
-def _over_widths(pairs: dict[int, tuple[Estimate, Estimate]], verdicts: dict[int, Verdict]) -> str:
+def _over_widths(pairs: dict[int, tuple[Estimate, Estimate, Scatter | None]], verdicts: dict[int, Verdict]) -> str:
     """Count the widths at which a is lower, and name the width at which it is so by the least."""
     bits = min(pairs, key=lambda bits: (pairs[bits][1].mean - pairs[bits][0].mean) / pairs[bits][1].mean)
     worst = _compare("nll", *pairs[bits])
     if len(pairs) == 1:
         return worst
-    lower_at = sum(a.mean < b.mean for a, b in pairs.values())
+    lower_at = sum(a.mean < b.mean for a, b, _ in pairs.values())
     clear = sum(v == "holds" for v in verdicts.values())
     wrong = [str(bits) for bits, v in verdicts.items() if v == "does not hold"]
-    text = f"lower at {lower_at} of {len(pairs)} widths, by more than two standard errors at {clear}"
-    text += f"; higher by as much with {', '.join(wrong)} bits" if wrong else ""
+    text = f"lower at {lower_at} of {len(pairs)} widths, by a difference that counts at {clear}"
+    text += f"; higher by one with {', '.join(wrong)} bits" if wrong else ""
     return f"{text}; at worst, with {bits} bits: {worst}"
 
 
@@ -156,7 +164,8 @@ def _quality(cells: Cells, widths: dict[int, str], method: str, full: str) -> tu
     for bits, format in widths.items():
         if format in found:
             e = found[format]
-            slack = max(NEAR * reference.mean, 2 * (combined(e, reference) or 0.0))
+            scatter = pool_scatter(cells, {format, "fp32"}, "nll")
+            slack = max(NEAR * reference.mean, scatter.limit(e, reference) if scatter else 0.0)
             good[bits] = e.mean - reference.mean <= slack
             words.append(f"{bits} bits {round(100 * (e.mean / reference.mean - 1), 1) + 0.0:+} %")
     return good, f"{method_name(full)} {SCORES['nll'].bare(reference)}, and relative to it: {', '.join(words)}"

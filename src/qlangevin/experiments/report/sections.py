@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from ..convergence import warn_of_non_convergence
 from ..results import Result, computing_seconds
 from . import figures
-from .claims import DEFINITION, Claim, claims
+from .claims import QUALITY, RULE, Claim, claims
 from .document import Block, Code, Document, Note, Picture, Section, Text
 from .looks import render
 from .summary import SCORES, Cells, by_experiment, method_name, mixtures, shown_formats, sweep, title
@@ -98,10 +98,11 @@ def _summarize(results: Sequence[Result], experiments: Mapping[str, Cells], foun
     names = ", ".join(title(name) for name in experiments)
     text = f"{_count(len(results), 'run')} of {names}; {format_duration(spent)} of computing."
     if found:
-        each = {v: sum(claim.verdict == v for claim in found) for v in ("holds", "does not hold", "undecided")}
+        holds, fails, open_ = (sum(c.verdict == v for c in found) for v in ("holds", "does not hold", "undecided"))
         text += (
-            f" Of {_count(len(found), 'claim')} that the paper makes, or would make of these data, {each['holds']} hold here, "
-            f"{each['does not hold']} do not, {each['undecided']} are undecided."
+            f" Of {_count(len(found), 'claim')} that the paper makes, or would make of these data, {holds} "
+            f"{'holds' if holds == 1 else 'hold'} here, {fails} {'does' if fails == 1 else 'do'} not, {open_} "
+            f"{'is' if open_ == 1 else 'are'} undecided."
         )
     return text
 
@@ -169,8 +170,7 @@ def _description(cells: Cells) -> str:
 
 def _rule(found: Sequence[Claim]) -> str:
     """Return the rule by which verdicts are given."""
-    text = "Verdicts: a difference counts if it exceeds two standard errors of the difference over seeds."
-    return f"{text} {DEFINITION}" if any("full-precision quality" in claim.text for claim in found) else text
+    return f"{RULE} {QUALITY}" if any("full-precision quality" in claim.text for claim in found) else RULE
 
 
 def _slug(*parts: str) -> str:
