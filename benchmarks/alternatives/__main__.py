@@ -19,7 +19,7 @@ import qlangevin as ql
 from qlangevin.experiments.chain import build_network
 from qlangevin.experiments.data import Examples, make_loader
 from qlangevin.experiments.presets import EXPERIMENTS, Experiment
-from qlangevin.experiments.score import TEST_BATCH, score
+from qlangevin.experiments.score import TEST_BATCH
 from qlangevin.prediction import metrics
 
 from .outside import load_outside
@@ -31,17 +31,19 @@ COLUMNS = {"error": 100.0, "nll": 1.0, "ece": 100.0, "auroc": 1.0}
 def score_row(work: Work, made: Made, outside: Examples | None) -> dict[str, float]:
     """Score the average over the samples of all stores of a row, with activations in float32."""
     model = build_network(work.config, work.data)
-    learned = make_loader(work.data.train, TEST_BATCH, shuffle=False) if made.batch_norm else None
-    has_norm = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
-    posterior = ql.Posterior.open(made.folders, model, batch_norm=learned if learned and has_norm else "stored")
-    batches = make_loader(work.data.test, TEST_BATCH, shuffle=False)
-    scored = score(posterior, batches, lambda *_: None)
-    found = {name: scored["scores"][name] for name in ("error", "nll", "ece")}
+    estimated = made.batch_norm and any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules())
+    posterior = ql.Posterior.open(made.folders, model, batch_norm=_batches(work.data.train) if estimated else "stored")
+    inside = list(posterior.uncertainty_loader(_batches(work.data.test), progress=False))
+    scored = metrics.evaluate((uncertainty.mean, labels) for uncertainty, labels in inside)
+    found = {name: scored[name] for name in ("error", "nll", "ece")}
     if outside is not None:
-        loaders = [make_loader(examples, TEST_BATCH, shuffle=False) for examples in (work.data.test, outside)]
-        found["auroc"] = metrics.ood(*(posterior.uncertainty_loader(b, progress=False) for b in loaders))["entropy"]
+        found["auroc"] = metrics.ood(inside, posterior.uncertainty_loader(_batches(outside), progress=False))["entropy"]
     nbytes = sum(ql.SampleStore.open(folder).nbytes for folder in made.folders)
     return {**found, "bytes": nbytes, "samples": len(posterior), "steps": made.steps}
+
+
+def _batches(examples: Examples) -> ql.Loader:
+    return make_loader(examples, TEST_BATCH, shuffle=False)
 
 
 def with_error(values: list[float], factor: float) -> str:
