@@ -18,7 +18,7 @@ help:
 	@echo 'make docs       the site, in site/index.html; a link that leads nowhere is an error'
 	@echo 'make matrix     the tests as on other machines, and under checkers of memory, in two hours; logs in results/matrix'
 	@echo 'make bench      time and memory, compared with qtorch, torchao and plain PyTorch'
-	@echo 'make reproduce  every result in docs/results, in hours; data from QLANGEVIN_DATA, else downloaded'
+	@echo 'make reproduce  every result in docs/results, in a day; data from QLANGEVIN_DATA, else downloaded'
 	@echo 'make clean      remove .venv and everything that was built'
 
 demo: $(VENV)/.ready-demo
@@ -48,9 +48,9 @@ matrix: $(VENV)/.ready-test-ecosystem $(VENV)/.encoder
 bench: $(VENV)/.ready-bench
 	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" python -m benchmarks.run
 
-# What a CPU can carry in hours; make reproduce CIFAR10= IMDB= runs the paper's own settings, for which it takes months.
-CIFAR10 = --limit-train 10000 --limit-test 5000 --width 8 --epochs 8 --samples 20 --cycles 2 --seeds 0
-IMDB = --length 48 --hidden 64 --epochs 8 --limit-test 5000 --seeds 0
+# What a CPU can carry in a day; make reproduce CIFAR10= IMDB= sweeps with the paper's own settings, for which it takes months.
+CIFAR10 = --limit-train 10000 --width 8 --epochs 40 --samples 20 --cycles 4
+IMDB = --length 48 --hidden 64 --epochs 8 --limit-test 5000 --seeds 0 1 2 3 4
 COLD = --methods sgldfp sgldlp-f naive-sgldlp-l vc-sgldlp-l --temperature 0.001
 
 reproduce: $(VENV)/.ready-demo
@@ -61,11 +61,15 @@ reproduce: $(VENV)/.ready-demo
 	$(VENV)/bin/qlangevin sweep mnist-logistic $(COLD) --out results/mnist-logistic-cold
 	$(VENV)/bin/qlangevin sweep mnist-mlp $(COLD) --out results/mnist-mlp-cold
 	$(VENV)/bin/qlangevin sweep cifar10 $(CIFAR10)
+	$(VENV)/bin/qlangevin sweep cifar10 $(CIFAR10) --methods nearest-sgdlp-l nearest-sgldlp-l --formats bfp8
 	$(VENV)/bin/qlangevin sweep imdb $(IMDB)
 	for name in mnist-logistic mnist-mlp cifar10 imdb; do \
 	    $(VENV)/bin/qlangevin report results/$$name --out results/reports/$$name || exit; done
 	for name in mnist-logistic mnist-mlp; do \
 	    $(VENV)/bin/qlangevin report results/$$name-cold results/$$name/sgd* --out results/reports/$$name-cold || exit; done
+	$(VENV)/bin/python -m benchmarks.alternatives mnist-mlp
+	$(VENV)/bin/python -m benchmarks.alternatives cifar10 --runs results/cifar10 --option limit_train=10000 width=8 epochs=40 samples=20 cycles=4
+	$(VENV)/bin/python -m benchmarks.alternatives imdb --runs results/imdb --option length=48 hidden=64 epochs=8 limit_test=5000
 	$(VENV)/bin/python -m benchmarks.kills --runs 100
 	$(VENV)/bin/python -m benchmarks.fuzz --count 10000
 	$(VENV)/bin/python -m benchmarks.faults

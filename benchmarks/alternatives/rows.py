@@ -13,9 +13,9 @@ import qlangevin as ql
 from qlangevin.experiments.chain import Chain, build_network, prepare_chain, train_chain
 from qlangevin.experiments.data import Data
 from qlangevin.experiments.methods import MethodName
-from qlangevin.experiments.presets import Experiment
+from qlangevin.experiments.presets import Experiment, read_config
 from qlangevin.experiments.processes import ignore_progress
-from qlangevin.experiments.run import is_finished
+from qlangevin.experiments.results import RESULT
 
 from . import stores
 
@@ -59,10 +59,15 @@ class Work:
         config = replace(self.config, method=method, format=format)
         chain = prepare_chain(config, self.data)
         steps = chain.schedule.total_steps
-        if self.runs is not None and is_finished(config, self.runs / config.run_name):
-            return Made([self.runs / config.run_name], steps)
+        if (run := self._find_run(config)) is not None:
+            return Made([run], steps)
         train_chain(chain, self.out / config.run_name, ignore_progress)
         return Made([self.out / config.run_name], steps)
+
+    def _find_run(self, config: Experiment) -> Path | None:
+        """Return the folder of a finished run with these settings, or None."""
+        folder = None if self.runs is None else self.runs / config.run_name
+        return folder if folder and (folder / RESULT).exists() and read_config(folder) == config else None
 
     @property
     def low(self) -> str:

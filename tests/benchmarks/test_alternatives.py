@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,8 @@ def test_runs_of_a_sweep_are_not_done_again(tmp_path: Path) -> None:
     assert rows.sgd(work) == rows.Made([tmp_path / "sweep" / config.run_name], 40)
     assert not (tmp_path / "out").exists()
     assert rows.sgld(work).folders == [tmp_path / "out/sgldfp-fp32-seed0"]
+    other = replace(work, config=replace(config, lr=0.05))  # a run of that name, with other settings
+    assert rows.sgd(other).folders == [tmp_path / "out/sgdfp-fp32-seed0"]
 
 
 @pytest.mark.slow
