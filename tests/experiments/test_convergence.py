@@ -69,8 +69,8 @@ def test_of_several_runs_the_worst_is_named() -> None:
     assert warn_of_non_convergence([]) is None
     assert warn_of_non_convergence([good]) is None
     assert warn_of_non_convergence([unmixed()]) == ONE
-    text = warn_of_non_convergence([good, unmixed(seed=2, r_hat=1.5), unmixed(seed=3)])
-    head = "2 of 3 runs have not converged (R-hat above 1.1); the worst, VC SGLDLP-L in bfp8 with seed 3: "
+    text = warn_of_non_convergence([good, unmixed(seed=2, r_hat=1.5), unmixed(seed=3), made_up(method="sgdlp-l")])
+    head = "2 of 3 sampled runs have not converged (R-hat above 1.1); the worst, VC SGLDLP-L in bfp8 with seed 3: "
     assert text == head + ONE
 
 

@@ -91,6 +91,9 @@ def warn_of_non_convergence(results: Sequence[Mapping[str, Any]]) -> str | None:
     worst, text = max(found, key=lambda pair: math.inf if pair[0].get("r_hat") is None else pair[0]["r_hat"])
     settings = worst["settings"]
     name = f"{method_name(settings['method'])} in {settings['format']} with seed {settings['seed']}"
+    judged = sum(
+        r.get("r_hat") is not None or describe_non_convergence(r) is not None for r in results
+    )  # SGD has no R-hat
     return (
-        f"{len(found)} of {len(results)} runs have not converged (R-hat above {MAX_R_HAT}); the worst, {name}: {text}"
+        f"{len(found)} of {judged} sampled runs have not converged (R-hat above {MAX_R_HAT}); the worst, {name}: {text}"
     )
