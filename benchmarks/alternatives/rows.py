@@ -102,14 +102,17 @@ def _copies(work: Work, rounding: Any, format: str, count: int) -> Made:
 
 
 def ensemble(work: Work) -> Made:
-    """Networks of SGD from weights of their own; those of different seeds share none."""
-    first = work.config.seed * MEMBERS
-    made = [replace_seed(work, 100 + first + i).chain("sgdfp") for i in range(MEMBERS)]
+    return _join([sgd(member) for member in _members(work)])
+
+
+def _members(work: Work) -> list[Work]:
+    """Return the work of the members of an ensemble; those of different seeds share none."""
+    first = 100 + work.config.seed * MEMBERS
+    return [replace(work, config=replace(work.config, seed=first + i)) for i in range(MEMBERS)]
+
+
+def _join(made: list[Made]) -> Made:
     return Made([m.folders[0] for m in made], sum(m.steps for m in made))
-
-
-def replace_seed(work: Work, seed: int) -> Work:
-    return replace(work, config=replace(work.config, seed=seed))
 
 
 def swag(work: Work) -> Made:
@@ -143,33 +146,49 @@ def cyclical(work: Work) -> Made:
 
 
 def rms(work: Work) -> Made:
-    """SGLD with gains that are frozen in the middle of burn-in."""
+    return _with_sampler(work, "rms", "vc-sgldlp-l", _make_rms)
 
-    def make(chain: Chain, settings: dict[str, Any]) -> Any:
-        frozen = ql.RMS(freeze_after=max(1, int(chain.schedule.total_steps * work.config.burn_in / 2)))
-        settings["lr"] *= RMS_LR
-        return ql.SGLD(chain.model.parameters(), **settings, preconditioner=frozen)
 
-    return _with_sampler(work, "rms", make)
+def rms_without_noise(work: Work) -> Made:
+    return _with_sampler(work, "rms-sgd", "sgdfp", _make_rms)
 
 
 def sghmc(work: Work) -> Made:
-    def make(chain: Chain, settings: dict[str, Any]) -> Any:
-        settings["lr"] *= SGHMC_LR
-        return ql.SGHMC(chain.model.parameters(), **settings, friction=FRICTION, integrator="splitting")
-
-    return _with_sampler(work, "sghmc", make)
+    return _with_sampler(work, "sghmc", "vc-sgldlp-l", _make_sghmc)
 
 
-def _with_sampler(work: Work, name: str, make: Callable[[Chain, dict[str, Any]], Any]) -> Made:
-    """Run the chain of VC SGLDLP-L with another sampler."""
-    config = replace(work.config, method="vc-sgldlp-l", format=work.low)
+def momentum(work: Work) -> Made:
+    return _with_sampler(work, "momentum", "sgdfp", _make_sghmc)
+
+
+def momentum_ensemble(work: Work) -> Made:
+    return _join([momentum(member) for member in _members(work)])
+
+
+def _make_rms(work: Work, chain: Chain, settings: dict[str, Any]) -> ql.SGLD:
+    """Make the sampler with gains that are frozen in the middle of burn-in."""
+    frozen = ql.RMS(freeze_after=max(1, int(chain.schedule.total_steps * work.config.burn_in / 2)))
+    return ql.SGLD(chain.model.parameters(), settings.pop("lr") * RMS_LR, **settings, preconditioner=frozen)
+
+
+def _make_sghmc(work: Work, chain: Chain, settings: dict[str, Any]) -> ql.SGHMC:
+    lr = settings.pop("lr") * SGHMC_LR
+    return ql.SGHMC(chain.model.parameters(), lr, **settings, friction=FRICTION, integrator="splitting")
+
+
+def _with_sampler(
+    work: Work, name: str, method: MethodName, make: Callable[[Work, Chain, dict[str, Any]], Any]
+) -> Made:
+    """Run the chain of a method with another sampler, that of SGD without noise."""
+    low = work.low if method == "vc-sgldlp-l" else None
+    config = replace(work.config, method=method, format=low)
     chain = prepare_chain(config, work.data)
     settings = {
-        "lr": config.first_lr, "num_data": len(work.data.train), "temperature": config.temperature,
-        "weight_decay": config.weight_decay, "weights": work.low, "gradients": work.low, "seed": config.seed,
+        "lr": config.first_lr, "num_data": len(work.data.train), "weight_decay": config.weight_decay,
+        "temperature": config.temperature if config.method_settings.noise else 0.0,
+        "weights": low, "gradients": low, "seed": config.seed,
     }  # fmt: skip
-    sampler = make(chain, settings)
+    sampler = make(work, chain, settings)
     schedule = config.schedule(sampler, chain.schedule.total_steps)
     folder = work.folder(name)
     train_chain(replace(chain, sampler=sampler, schedule=schedule), folder, ignore_progress)
@@ -179,10 +198,13 @@ def _with_sampler(work: Work, name: str, make: Callable[[Chain, dict[str, Any]],
 ROWS: dict[str, Callable[[Work], Made]] = {
     "SGD": sgd,
     "SGD, rounded to bfp8 after training": nearest,
-    f"{COPIES} copies of it rounded stochastically to bfp8 (LPE-BSR)": copies,
-    f"{COPIES} copies of it rounded stochastically to {FEW_BITS} (LPE-BSR)": copies_in_few_bits,
-    f"deep ensemble of {MEMBERS}": ensemble,
+    f"{COPIES} stochastic roundings of SGD to bfp8 (LPE-BSR)": copies,
+    f"{COPIES} stochastic roundings of SGD to {FEW_BITS} (LPE-BSR)": copies_in_few_bits,
+    f"deep ensemble of {MEMBERS}, SGD": ensemble,
     "SWAG": swag,
+    "SGD with momentum": momentum,
+    f"deep ensemble of {MEMBERS}, SGD with momentum": momentum_ensemble,
+    "SGD with RMS gains": rms_without_noise,
     "SGLD in float32": sgld,
     "VC SGLDLP-L, 8 bits": corrected,
     "VC cSGLDLP-L, 8 bits": cyclical,

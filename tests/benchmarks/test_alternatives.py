@@ -78,9 +78,10 @@ def test_all_rows_of_a_small_experiment(tmp_path: Path, monkeypatch: pytest.Monk
     alternatives.main()
     found = json.loads((tmp_path / "scores.json").read_text())["rows"]
     assert found.keys() == rows.ROWS.keys()
-    assert found["deep ensemble of 5"]["0"]["samples"] == 5
-    assert found["deep ensemble of 5"]["0"]["steps"] == 5 * found["SGD"]["0"]["steps"]
+    assert found["deep ensemble of 5, SGD"]["0"]["samples"] == 5
+    assert found["deep ensemble of 5, SGD"]["0"]["steps"] == 5 * found["SGD"]["0"]["steps"]
     assert found["SGD, rounded to bfp8 after training"]["0"]["bytes"] < found["SGD"]["0"]["bytes"]
+    assert found["SGD with momentum"]["0"]["samples"] == found["SGD with RMS gains"]["0"]["samples"] == 1
     assert all(0 <= seeds["0"]["error"] <= 1 for seeds in found.values())
 
 
