@@ -170,7 +170,7 @@ def _description(cells: Cells) -> str:
 
 def _rule(found: Sequence[Claim]) -> str:
     """Return the rule by which verdicts are given."""
-    return f"{RULE} {QUALITY}" if any("full-precision quality" in claim.text for claim in found) else RULE
+    return f"{RULE} {QUALITY}" if any("quality" in claim.text or "matches" in claim.text for claim in found) else RULE
 
 
 def _slug(*parts: str) -> str:
