@@ -23,8 +23,8 @@ RULE = (
     f"{100 * LEVEL:g} %. Expect one false verdict in twenty comparisons of equal methods."
 )
 QUALITY = (
-    f"A score matches another if the {100 * (1 - LEVEL):g} % interval of its excess lies below {100 * NEAR:g} % of the other, and "
-    "does not match if it lies above. Full-precision quality means: the NLL matches that of the method's own full-precision "
+    f"A score matches another if the {100 * (1 - LEVEL):g} % interval of its excess lies below {100 * NEAR:g} % of the other, "
+    "and does not match if it lies above. Full-precision quality means: the NLL matches that of the method's own full-precision "
     "counterpart (SGLDFP or SGDFP)."
 )
 
