@@ -106,9 +106,9 @@ def ensemble(work: Work) -> Made:
 
 
 def _members(work: Work) -> list[Work]:
-    """Return the work of the members of an ensemble; those of different seeds share none."""
+    """Return the work of the members of an ensemble: this one, and others that ensembles of other seeds do not share."""
     first = 100 + work.config.seed * MEMBERS
-    return [replace(work, config=replace(work.config, seed=first + i)) for i in range(MEMBERS)]
+    return [work, *(replace(work, config=replace(work.config, seed=first + i)) for i in range(1, MEMBERS))]
 
 
 def _join(made: list[Made]) -> Made:
