@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from qlangevin import Key, corrected, encode, native, parse, quantize
+from qlangevin.native.memory import FLOAT_TYPES
 from qlangevin.quantization import random
 from qlangevin.quantization.backend import TensorStep
 from qlangevin.quantization.codes import decode_values, empty_codes, encode_exactly
@@ -231,5 +232,5 @@ def test_halves_that_the_kernels_would_misread_are_refused() -> None:
     ):
         with pytest.raises((ValueError, TypeError)):
             native.kernels.first_not_finite([bad], 1)  # type: ignore[list-item]
-    names = {str(dtype).removeprefix("torch."): number for dtype, number in native._FLOAT_TYPES.items()}
+    names = {str(dtype).removeprefix("torch."): number for dtype, number in FLOAT_TYPES.items()}
     assert names == native.kernels.FLOAT_TYPES

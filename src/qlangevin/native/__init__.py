@@ -7,9 +7,7 @@ widened and narrowed, a range at a time, and float64 tensors always take the PyT
 The environment variable ``QLANGEVIN_KERNELS``, read when this module is imported, chooses kernels for the process: ``none`` for
 the PyTorch path, or one of `levels`.
 
-This module is the CPU's backend (see `quantization.backend`). The kernels see memory only, an address and a number of bytes.
-So before every call it checks that a tensor has the dtype and the shape that the kernel assumes, is contiguous, and that its
-storage holds all of it; the kernels check each number of bytes against the number of elements and the blocks of the grid.
+This module is the CPU's backend (see `quantization.backend`). Kernels see memory only; `memory` checks tensors before a call.
 """
 
 from __future__ import annotations
@@ -27,11 +25,11 @@ from torch import Tensor
 from .._warnings import warn
 from ..quantization import backend
 from ..quantization.backend import Dynamics, TensorStep
-from ..quantization.code_memory import check_storage, describe_memory
 from ..quantization.formats import FP32, Format, KernelGrid, fit_dtype, parse
 from ..quantization.operators import Rounding
 from ..quantization.qtensor import QTensor
 from ..quantization.random import Key
+from .memory import FLOAT_TYPES, aligned, exponents_of, memory_if_any, memory_of, numbers_of, readable
 
 try:
     from . import _kernels as kernels
@@ -47,8 +45,7 @@ __all__ = ["available", "disabled", "level", "levels", "use_level"]
 
 available: bool = kernels is not None
 deferred = False  # a call returns when its work is done
-_FLOAT_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as the kernels number them
-floats = frozenset(_FLOAT_TYPES)
+floats = frozenset(FLOAT_TYPES)
 _ROUNDINGS = {name: number for number, name in enumerate(get_args(Rounding))}
 
 if not available and _chosen != "none":
@@ -106,21 +103,21 @@ def quantize(
     Where ``positive``, int8 codes, is zero or less, the result is zero. ``step`` takes the place of that of the key.
     """
     shape = x.shape
-    x, source = _readable(x, None)
+    x, source = readable(x, None)
     if out is None:
         out = torch.empty_like(x)
         target = (out.data_ptr(), *source[1:])
     else:
-        target = _numbers(out, shape)
+        target = numbers_of(out, shape)
     scalar = float(variance) if variance is not None and variance.dim() == 0 else 0.0
-    variances = _aligned(variance) if variance is not None and variance.dim() else None
-    move = None if move is None else _aligned(move)
+    variances = aligned(variance) if variance is not None and variance.dim() else None
+    move = None if move is None else aligned(move)
     kernels.quantize(
         x=source, out=target, numel=x.numel(), grid=grid(format, shape),
         rounding=_number(rounding_), seed=key.seed, stream=key.stream, step=key.step if step is None else int(step),
         purpose=purpose, variance=scalar,
-        variances=_memory_if_any(variances, torch.float32, shape), positive=_memory_if_any(positive, torch.int8, shape),
-        move=_memory_if_any(move, torch.float32, shape), threads=torch.get_num_threads(),
+        variances=memory_if_any(variances, torch.float32, shape), positive=memory_if_any(positive, torch.int8, shape),
+        move=memory_if_any(move, torch.float32, shape), threads=torch.get_num_threads(),
     )  # fmt: skip
     return out
 
@@ -130,7 +127,7 @@ def quantize_with_codes(
     spoiled: Tensor | None = None, step: Tensor | None = None,
 ) -> bool:  # fmt: skip
     """Round x in place and write codes and exponents of the result; return False if it holds a NaN, which has no code."""
-    memory = _numbers(x, None)
+    memory = numbers_of(x, None)
     has_codes = kernels.quantize(
         x=memory, out=memory, rounding=_number(rounding_), seed=key.seed, stream=key.stream,
         step=key.step if step is None else int(step), purpose=purpose, **_coded(*codes, format, x.shape),
@@ -142,7 +139,7 @@ def draw(key: Key, count: int, purpose: int, normal: bool) -> Tensor:
     """Return `random.normal` or `random.centered`, drawn by the kernels."""
     out = torch.empty(count, dtype=torch.float32)
     kernels.draw(
-        out=_memory(out, torch.float32, out.shape), numel=count, normal=normal, seed=key.seed, stream=key.stream,
+        out=memory_of(out, torch.float32, out.shape), numel=count, normal=normal, seed=key.seed, stream=key.stream,
         step=key.step, purpose=purpose, threads=torch.get_num_threads(),
     )  # fmt: skip
     return out
@@ -153,7 +150,7 @@ def encode(values: Tensor, codes: Tensor, exponents: Tensor, format: Format) -> 
     if format == FP32:
         codes.view(torch.float32).copy_(values)
         return
-    values, source = _readable(values, codes.shape)
+    values, source = readable(values, codes.shape)
     kernels.encode(values=source, **_coded(codes, exponents, format, codes.shape))
 
 
@@ -167,8 +164,8 @@ def decode(
     if format == FP32:
         values.copy_(codes.view(torch.float32))
         return
-    codes = codes if codes.itemsize == 1 else _aligned(codes)
-    kernels.decode(values=_numbers(values, codes.shape), **_coded(codes, exponents, format, codes.shape))
+    codes = codes if codes.itemsize == 1 else aligned(codes)
+    kernels.decode(values=numbers_of(values, codes.shape), **_coded(codes, exponents, format, codes.shape))
 
 
 def relu_with_codes(
@@ -177,7 +174,7 @@ def relu_with_codes(
     """Write relu(x) to ``out``, which may be x, and its codes, for x on the grid; return False if it holds a NaN."""
     shape = codes.shape
     has_codes = kernels.relu_with_codes(
-        x=_numbers(x, shape), out=_numbers(out, shape), **_coded(codes, exponents, format, shape)
+        x=numbers_of(x, shape), out=numbers_of(out, shape), **_coded(codes, exponents, format, shape)
     )
     return _note_nan(has_codes, spoiled)
 
@@ -191,16 +188,16 @@ def _note_nan(has_codes: bool, spoiled: Tensor | None) -> bool:
 
 def encode_exactly(values: Tensor, codes: Tensor, exponents: Tensor, format: Format) -> bool:
     """Write codes and exponents of any values; return True if they decode to the same bits."""
-    values, source = _readable(values, codes.shape)
+    values, source = readable(values, codes.shape)
     return kernels.encode_exactly(values=source, **_coded(codes, exponents, format, codes.shape))
 
 
 def first_not_finite(tensors: list[Tensor]) -> int:
     """Return the index of the first of these contiguous tensors that holds an infinity or a NaN, or -1."""
     try:
-        return int(kernels.first_not_finite([_numbers(t, None) for t in tensors], torch.get_num_threads()))
+        return int(kernels.first_not_finite([numbers_of(t, None) for t in tensors], torch.get_num_threads()))
     except ValueError:
-        copies = [_readable(t, None) for t in tensors]
+        copies = [readable(t, None) for t in tensors]
         return int(kernels.first_not_finite([memory for _, memory in copies], torch.get_num_threads()))
 
 
@@ -235,11 +232,11 @@ def _kernel_step(
     else:
         codes, exponents, weights = t.theta.unpacked(), t.theta.exponents, fit_dtype(t.theta.format, t.theta.dtype)
     return kernels.Step(
-        theta=None if theta is None else _numbers(theta, shape),
-        codes=None if codes is None else _memory(codes, codes.dtype, shape),  # `unpacked` has checked the dtype
-        exponents=None if exponents is None else _memory(exponents, torch.int8, None),
+        theta=None if theta is None else numbers_of(theta, shape),
+        codes=None if codes is None else memory_of(codes, codes.dtype, shape),  # `unpacked` has checked the dtype
+        exponents=None if exponents is None else memory_of(exponents, torch.int8, None),
         code_bytes=0 if codes is None else codes.itemsize,
-        accumulator=_memory_if_any(t.accumulator, torch.float32, shape), gradient=_numbers(t.gradient, None),
+        accumulator=memory_if_any(t.accumulator, torch.float32, shape), gradient=numbers_of(t.gradient, None),
         numel=t.gradient.numel(), seed=t.key.seed, stream=t.key.stream, step=t.key.step,
         weights=grid(weights, shape), gradients=grid(gradients, shape), accumulators=grid(accumulator, shape),
     )  # fmt: skip
@@ -251,7 +248,7 @@ def _add_beside(step: kernels.Step, t: TensorStep, dynamics: Dynamics) -> None:
     if t.center is not None:
         step.set_center(_kept(t.center, None, shape), pull=dynamics.pull)
     if t.mask is not None:
-        step.set_mask(_memory(t.mask, torch.uint8, None))
+        step.set_mask(memory_of(t.mask, torch.uint8, None))
     if t.moments is not None and rms is not None:
         scale = float(t.moments.scale)
         step.set_moments(
@@ -269,90 +266,19 @@ def _add_beside(step: kernels.Step, t: TensorStep, dynamics: Dynamics) -> None:
 def _kept(values: Tensor, format: Format | None, shape: torch.Size) -> tuple[Any, ...]:
     """Return numbers, codes, exponents, bytes of a code and grid of a tensor that a step keeps beside the weights."""
     if not isinstance(values, QTensor):
-        return _numbers(values, shape), None, None, 0, grid(format, shape)
+        return numbers_of(values, shape), None, None, 0, grid(format, shape)
     codes = values.unpacked()
-    exponents = None if values.exponents is None else _memory(values.exponents, torch.int8, None)
-    return None, _memory(codes, codes.dtype, shape), exponents, codes.itemsize, grid(values.format, shape)
-
-
-# ---- tensors as memory
+    exponents = None if values.exponents is None else memory_of(values.exponents, torch.int8, None)
+    return None, memory_of(codes, codes.dtype, shape), exponents, codes.itemsize, grid(values.format, shape)
 
 
 def _coded(codes: Tensor, exponents: Tensor | None, format: Format, shape: torch.Size) -> dict[str, Any]:
     """Return what every kernel takes that reads or writes codes of a tensor."""
     return {
-        "codes": _memory(codes, format.code_dtype, shape), "exponents": _exponents(exponents, format),
+        "codes": memory_of(codes, format.code_dtype, shape), "exponents": exponents_of(exponents, format),
         "code_bytes": codes.itemsize,
         "numel": codes.numel(), "grid": grid(format, shape), "threads": torch.get_num_threads(),
     }  # fmt: skip
-
-
-def _exponents(exponents: Tensor | None, format: Format) -> kernels.Memory | None:
-    """Return the memory of exponents; the kernels know how many a grid has."""
-    if exponents is None:
-        if format.has_exponents:
-            raise ValueError(f"codes of {format} need exponents, got None")
-        return None
-    if exponents.dim() != 1:
-        raise ValueError(f"exponents must have one dimension, got shape {tuple(exponents.shape)}")
-    return _memory(exponents, torch.int8, None)
-
-
-def _memory(t: Tensor, dtype: torch.dtype, shape: torch.Size | None) -> tuple[int, int]:
-    """Return (address, bytes); raise ValueError for a tensor that the kernels, which see nothing else of it, would misread.
-
-    A shape of None is any.
-    """
-    try:
-        if (
-            t.dtype is dtype
-            and t.is_cpu
-            and t.is_contiguous()
-            and (shape is None or t.shape == shape)
-            and not t.is_neg()
-        ):
-            size = t.nbytes
-            if not size or t.untyped_storage().nbytes() >= t.storage_offset() * dtype.itemsize + size:
-                return t.data_ptr(), size
-    except RuntimeError:  # some tensors have no storage
-        pass
-    of_shape = "" if shape is None else f" of shape {tuple(shape)}"
-    raise ValueError(
-        f"the kernels need a contiguous {dtype} tensor{of_shape} on the CPU, with all of its memory, got {describe_memory(t)}"
-    )
-
-
-def _numbers(t: Tensor, shape: torch.Size | None) -> kernels.Memory:
-    """Return the memory of floating numbers; that of bfloat16 and float16 comes with its type."""
-    if t.dtype is torch.float32 or t.dtype not in _FLOAT_TYPES:
-        return _memory(t, torch.float32, shape)
-    return (*_memory(t, t.dtype, shape), _FLOAT_TYPES[t.dtype])
-
-
-def _memory_if_any(t: Tensor | None, dtype: torch.dtype, shape: torch.Size) -> kernels.Memory | None:
-    return None if t is None else _memory(t, dtype, shape)
-
-
-def _readable(t: Tensor, shape: torch.Size | None) -> tuple[Tensor, kernels.Memory]:
-    """Return a tensor and its memory, or those of a copy if its memory does not hold its numbers as kernels read them.
-
-    It may begin between two multiples of its item size, over foreign memory, or hold its negative, as conj().imag does.
-    """
-    try:
-        memory = _numbers(t, shape)
-    except ValueError:
-        if not t.is_neg():
-            raise
-        return _readable(t.resolve_neg(), shape)
-    return (t, memory) if memory[0] % t.itemsize == 0 else _readable(t.clone(), shape)
-
-
-def _aligned(t: Tensor) -> Tensor:
-    """Return t, or a copy if it begins between two multiples of its item size."""
-    if t.layout is not torch.strided or t.data_ptr() % t.itemsize == 0:
-        return t
-    check_storage(t)
-    return t.clone()
 
 
 def _number(rounding: str) -> int:

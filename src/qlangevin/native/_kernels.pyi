@@ -5,7 +5,8 @@
 
 from typing import TypeAlias
 
-Memory: TypeAlias = tuple[int, int] | tuple[int, int, int]  # the third is one of FLOAT_TYPES
+from .memory import Memory
+
 Kept: TypeAlias = tuple[Memory | None, Memory | None, Memory | None, int, "Grid"]
 
 PURPOSES: dict[str, int]
