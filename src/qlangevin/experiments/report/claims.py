@@ -1,7 +1,7 @@
 """Compare the paper's claims, one by one, with results.
 
 A difference counts if chance would hardly explain it (`differences`); otherwise, and where a method has a single seed, the
-claim is undecided. A claim about every width holds if it does at each of them, and does not if it surely fails at one.
+claim is undecided. A claim about every width holds if it does at each of them, and does not if it fails at one (Simes' test).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from ..results import Result
-from .differences import LEVEL, NEAR, Verdict, limit, lower, matches
+from .differences import LEVEL, NEAR, Verdict, higher_somewhere, limit, lower, matches
 from .summary import SCORES, Cells, Estimate, by_experiment, family, method_name, scores, sweep
 
 __all__ = ["QUALITY", "RULE", "Claim", "claims"]
@@ -119,10 +119,9 @@ def _everywhere(
     if not pairs:
         return Claim(experiment, text, "undecided", "there are no runs of both")
     verdicts = {bits: lower(*pair) for bits, pair in pairs.items()}
-    # One failure at any of m widths decides, so that each is tested at a level of 1/m.
-    fails = any(lower(*pair, LEVEL / len(pairs)) == "does not hold" for pair in pairs.values())
     holds = all(v == "holds" for v in verdicts.values())
-    verdict: Verdict = "does not hold" if fails else "holds" if holds else "undecided"
+    fails = higher_somewhere(pairs.values())
+    verdict: Verdict = "holds" if holds else "does not hold" if fails else "undecided"
     return Claim(experiment, text, verdict, _over_widths(pairs, verdicts))
 
 

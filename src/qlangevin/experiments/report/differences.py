@@ -13,11 +13,12 @@ initial weights and the order of data. Where this makes their scores alike, fewe
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Literal, TypeAlias
 
 from .summary import Estimate
 
-__all__ = ["LEVEL", "NEAR", "Verdict", "limit", "lower", "matches"]
+__all__ = ["LEVEL", "NEAR", "Verdict", "higher_somewhere", "limit", "lower", "matches"]
 
 Verdict: TypeAlias = Literal["holds", "does not hold", "undecided"]
 
@@ -25,23 +26,18 @@ LEVEL = 0.05
 NEAR = 0.02  # of a score: a difference that does not matter
 
 
-def limit(a: Estimate, b: Estimate, level: float = LEVEL) -> float:
+def limit(a: Estimate, b: Estimate) -> float:
     """Return the largest difference that chance explains; infinite if a or b has a single seed."""
     from scipy.special import stdtrit  # takes a moment
 
-    if a.error is None or b.error is None:
-        return math.inf
-    variances = a.error**2, b.error**2
-    if not sum(variances):
-        return 0.0
-    freedom = sum(variances) ** 2 / (variances[0] ** 2 / (a.seeds - 1) + variances[1] ** 2 / (b.seeds - 1))
-    return float(stdtrit(freedom, 1 - level / 2)) * math.sqrt(sum(variances))
+    error, freedom = _error(a, b)
+    return float(stdtrit(freedom, 1 - LEVEL / 2)) * error if 0 < error < math.inf else error
 
 
-def lower(a: Estimate, b: Estimate, level: float = LEVEL) -> Verdict:
+def lower(a: Estimate, b: Estimate) -> Verdict:
     """Judge whether a is below b."""
     gap = b.mean - a.mean
-    if abs(gap) <= limit(a, b, level):
+    if abs(gap) <= limit(a, b):
         return "undecided"
     return "holds" if gap > 0 else "does not hold"
 
@@ -52,3 +48,33 @@ def matches(a: Estimate, b: Estimate) -> Verdict:
     if gap + chance <= slack:
         return "holds"
     return "does not hold" if gap - chance > slack else "undecided"
+
+
+def higher_somewhere(pairs: Iterable[tuple[Estimate, Estimate]]) -> bool:
+    """Judge whether a is above b in one pair at least.
+
+    Simes' test: for some k the k smallest of m probabilities p that chance makes such a difference are at most k/m of the level.
+    """
+    chances = sorted(_chance_of_higher(a, b) for a, b in pairs)
+    return any(p <= LEVEL * k / len(chances) for k, p in enumerate(chances, 1))
+
+
+def _chance_of_higher(a: Estimate, b: Estimate) -> float:
+    """Return the probability that |t| is as large by chance; 1 where a is not above b."""
+    from scipy.special import stdtr
+
+    error, freedom = _error(a, b)
+    gap = a.mean - b.mean
+    if gap <= 0 or error == math.inf:
+        return 1.0
+    return 2 * float(stdtr(freedom, -gap / error)) if error else 0.0
+
+
+def _error(a: Estimate, b: Estimate) -> tuple[float, float]:
+    """Return the standard error of a - b and its degrees of freedom; an infinite error if a or b has a single seed."""
+    if a.error is None or b.error is None:
+        return math.inf, 0.0
+    variances = a.error**2, b.error**2
+    total = sum(variances)
+    spread = variances[0] ** 2 / (a.seeds - 1) + variances[1] ** 2 / (b.seeds - 1)
+    return math.sqrt(total), total**2 / spread if spread else math.inf
