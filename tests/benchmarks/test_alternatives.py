@@ -1,4 +1,4 @@
-"""What users would pick instead: the law of SWAG's draws, rounded copies, chains that are not run twice, and data outside."""
+"""Alternatives to sampling: the law of SWAG's draws, rounded copies, chains that are not run twice, data of another kind."""
 
 from __future__ import annotations
 
