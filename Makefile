@@ -69,7 +69,7 @@ reproduce: $(VENV)/.ready-demo
 	    $(VENV)/bin/qlangevin report results/$$name-cold results/$$name/sgd* --out results/reports/$$name-cold || exit; done
 	$(VENV)/bin/python -m benchmarks.alternatives mnist-mlp
 	$(VENV)/bin/python -m benchmarks.alternatives cifar10 --runs results/cifar10 --option limit_train=10000 width=8 epochs=40 samples=20 cycles=4
-	$(VENV)/bin/python -m benchmarks.alternatives imdb --runs results/imdb --option length=48 hidden=64 epochs=8 limit_test=5000
+	$(VENV)/bin/python -m benchmarks.alternatives imdb --runs results/imdb --seeds 0 1 2 3 4 --option length=48 hidden=64 epochs=8 limit_test=5000
 	$(VENV)/bin/python -m benchmarks.kills --runs 100
 	$(VENV)/bin/python -m benchmarks.fuzz --count 10000
 	$(VENV)/bin/python -m benchmarks.faults

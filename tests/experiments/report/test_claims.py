@@ -83,14 +83,14 @@ def test_a_score_matches_if_it_is_surely_at_most_two_per_cent_higher() -> None:
     assert matches(Estimate(1.0, None, 1), full) == "undecided"
 
 
-@pytest.mark.parametrize(("spread", "least"), [((1.0, 1.0), 0.03), ((1.0, 10.0), 0.03), ((1.0, 3.0), 0.03)])
-def test_equal_methods_are_told_apart_as_rarely_as_promised(spread: tuple[float, float], least: float) -> None:
+@pytest.mark.parametrize("spread", [(1.0, 1.0), (1.0, 3.0), (1.0, 10.0)])
+def test_equal_methods_are_told_apart_as_rarely_as_promised(spread: tuple[float, float]) -> None:
     """Three seeds each, 4000 times: at most 5 % false verdicts but for 5 standard errors of 0.34 %; two of errors alone: 12 %."""
     generator = torch.Generator().manual_seed(0)
     drawn = torch.randn(4000, 2, 3, generator=generator, dtype=torch.float64) * torch.tensor(spread)[:, None]
     pairs = [[estimate(row) for row in rows] for rows in drawn.tolist()]
     alarms = sum(lower(first, second) != "undecided" for first, second in pairs) / len(pairs)
-    assert least < alarms < 0.067
+    assert 0.03 < alarms < 0.067
 
 
 def test_claims_about_a_sweep() -> None:
