@@ -42,7 +42,7 @@ def search(base: DigitSettings, steps: int) -> list[dict[str, Any]]:
             if not base.samples:
                 each = [metrics.evaluate(q, labels) for q in p[:, -1]]
                 scores = {name: sum(s[name] for s in each) / len(each) for name in scores}
-            row = {"weight_decay": weight_decay, "temperature": temperature, "r_hat": found.r_hat, **scores}
+            row = {"weight_decay": weight_decay, "temperature": temperature, "r_hat": found.convergence[0], **scores}
             print(base.name, {name: round(v, 4) if v is not None else v for name, v in row.items()}, flush=True)
             tried.append(row)
     return sorted(tried, key=lambda row: ((row["r_hat"] or 1.0) >= CONVERGED, row["nll"]))

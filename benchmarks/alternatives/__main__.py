@@ -25,7 +25,8 @@ from qlangevin.prediction import metrics
 from .outside import load_outside
 from .rows import ROWS, Made, Work, read
 
-COLUMNS = {"error": 100.0, "nll": 1.0, "ece": 100.0, "auroc": 1.0}
+COLUMNS = {"error": ("error, %", 100.0, 2), "nll": ("NLL", 1.0, 4), "ece": ("ECE, %", 100.0, 2), "auroc": ("AUROC", 1.0, 3)}
+"""Heading, factor and decimals of each score."""
 
 
 def score_row(work: Work, made: Made, outside: Examples | None) -> dict[str, float]:
@@ -46,25 +47,24 @@ def _batches(examples: Examples) -> ql.Loader:
     return make_loader(examples, TEST_BATCH, shuffle=False)
 
 
-def with_error(values: list[float], factor: float) -> str:
+def with_error(values: list[float], factor: float, decimals: int) -> str:
     """Write a mean, with the standard error over the seeds."""
     values = [factor * v for v in values]
-    error = f" ± {stdev(values) / len(values) ** 0.5:.2g}" if len(values) > 1 else ""
-    return f"{mean(values):.4g}{error}"
+    error = f" ± {stdev(values) / len(values) ** 0.5:.{decimals}f}" if len(values) > 1 else ""
+    return f"{mean(values):.{decimals}f}{error}"
 
 
 def table(found: dict[str, dict[str, dict[str, float]]]) -> str:
     """Return a table in Markdown, the least NLL first."""
     first = next(iter(next(iter(found.values())).values()))
-    columns = [name for name in COLUMNS if name in first]
-    names = {"error": "error, %", "nll": "NLL", "ece": "ECE, %", "auroc": "AUROC"}
+    columns = {name: column for name, column in COLUMNS.items() if name in first}
     lines = [
-        "| | " + " | ".join(names[c] for c in columns) + " | samples | kB | gradient steps |",
+        "| | " + " | ".join(heading for heading, _, _ in columns.values()) + " | samples | kB | gradient steps |",
         "|---" * (len(columns) + 4) + "|",
     ]
     for row, seeds in sorted(found.items(), key=lambda item: mean(s["nll"] for s in item[1].values())):
         each = list(seeds.values())
-        cells = [with_error([s[c] for s in each], COLUMNS[c]) for c in columns]
+        cells = [with_error([s[name] for s in each], *column[1:]) for name, column in columns.items()]
         cells += [f"{each[0]['samples']}", f"{each[0]['bytes'] / 1000:,.0f}", f"{each[0]['steps']:,}"]
         lines.append(f"| {row} | " + " | ".join(cells) + " |")
     return "\n".join(lines)

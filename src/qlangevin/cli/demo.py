@@ -50,7 +50,8 @@ def _as_json(made: demo.DemoResult) -> dict[str, Any]:
     }
     digits = {
         s.name: {
-            "scores": s.scores, "standard_errors": s.errors, "by_angle": s.by_angle, "r_hat": s.run.r_hat, "ess": s.run.ess,
+            "scores": s.scores, "standard_errors": s.errors, "by_angle": s.by_angle,
+            "r_hat": s.run.convergence[0], "ess": s.run.convergence[1],
             "bytes_per_weight": s.run.training_bytes, "stored_bytes": s.run.stored_bytes, "seconds": s.run.seconds,
         }
         for s in made.digits

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from qlangevin.experiments.data import load_dataset, make_loader
+from qlangevin.experiments.data import datasets, load_dataset, make_loader
 from qlangevin.experiments.data.examples import Images, Scale
 from qlangevin.experiments.data.readers import interleave
 from qlangevin.quantization.random import Key
@@ -34,8 +34,17 @@ def test_digits_are_split_once_and_for_all() -> None:
     assert torch.bincount(found.test.labels).tolist() == [55, 66, 53, 58, 54, 66, 61, 64, 62, 61]
 
 
+def test_digits_of_a_scikit_learn_with_other_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = load_dataset("digits")
+    monkeypatch.setattr(datasets, "DIGITS_FILE", Path("elsewhere.csv"))
+    again = load_dataset("digits")
+    for part, same in ((found.train, again.train), (found.test, again.test)):
+        everything = range(len(part))
+        assert all(map(torch.equal, part.__getitems__(everything), same.__getitems__(everything)))
+
+
 def test_digits_without_scikit_learn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    monkeypatch.setitem(sys.modules, "sklearn", None)
     with pytest.raises(
         ValueError, match=r"comes with scikit-learn, which is not installed; pip install 'qlangevin\[demo\]'"
     ):

@@ -5,11 +5,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from ..._validate import check_integer
 from ...quantization import random
@@ -25,6 +28,8 @@ from .text import pad_texts, read_imdb
 __all__ = ["Data", "DatasetName", "load_dataset", "make_loader"]
 
 DatasetName: TypeAlias = Literal["mnist", "fashion-mnist", "cifar10", "cifar100", "imdb", "imagenet", "digits"]
+
+DIGITS_FILE = Path("data", "digits.csv.gz")  # in scikit-learn's datasets
 
 # Numbers of training and test examples.
 COUNTS: dict[DatasetName, tuple[int, int]] = {
@@ -207,16 +212,24 @@ def _imagenet(path: Path, size: int, key: Key | None, progress: bool) -> Data:
 
 def _digits() -> Data:
     """Load the 1797 digits of scikit-learn, 8x8 pixels from 0 to 16, with a fixed split."""
-    try:
-        from sklearn.datasets import load_digits
-    except ImportError:
-        raise ValueError(
-            "the data set digits comes with scikit-learn, which is not installed; pip install 'qlangevin[demo]' does that"
-        ) from None
-    images, targets = load_digits(return_X_y=True)
-    order = random.words(Key(0), len(targets), device="cpu").argsort()
-    pixels = torch.from_numpy(images).byte().view(-1, 1, 8, 8)[order]
-    labels = torch.from_numpy(targets).long()[order]
+    table = _digit_table()
+    table = table[random.words(Key(0), len(table), device="cpu").argsort()]
+    pixels, labels = table[:, :64].reshape(-1, 1, 8, 8), table[:, 64].long()
     count = COUNTS["digits"][0]
     train, test = (Images(pixels[part], labels[part], Scale(16)) for part in (slice(count), slice(count, None)))
     return Data("digits", train, test, 10, (1, 8, 8))
+
+
+def _digit_table() -> Tensor:
+    """Return a row of 64 pixels and a label for each digit; from the file, since importing scikit-learn takes 2 s."""
+    package = find_spec("sklearn")
+    if package is None or package.origin is None:
+        raise ValueError(
+            "the data set digits comes with scikit-learn, which is not installed; pip install 'qlangevin[demo]' does that"
+        )
+    if (path := Path(package.origin).with_name("datasets") / DIGITS_FILE).exists():
+        return torch.from_numpy(np.loadtxt(path, np.uint8, delimiter=","))
+    from sklearn.datasets import load_digits  # a version that keeps its files elsewhere
+
+    pixels, labels = load_digits(return_X_y=True)
+    return torch.from_numpy(np.column_stack([pixels, labels]).astype(np.uint8))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -58,14 +59,19 @@ class DigitsRun:
 
     settings: DigitSettings
     predictions: dict[str, Tensor]
-    r_hat: float | None
-    ess: float | None
+    trace: Tensor | None
+    """Log-likelihood of the training data along each chain [chain, draw]; None for SGD."""
     training_bytes: float
     """Bytes of weights and sampler state for each weight, gradients not counted."""
     stored_bytes: int
     """Bytes of all stored weights."""
     seconds: float
     """CPU time of training all chains."""
+
+    @cached_property
+    def convergence(self) -> tuple[float | None, float | None]:
+        """R-hat and ESS of `trace`, computed by the process that shows them: the others need not import ArviZ."""
+        return (None, None) if self.trace is None else diagnostics.summarize(self.trace).worst[:2]
 
 
 def run_digits(
@@ -92,10 +98,10 @@ def run_digits(
             progress(f"digits, {settings.name}", tick / steps)
     seconds = time.process_time() - begin - spent
     predictions = {name: torch.stack([p[name] for p in kept], 1) for name in sets}
-    r_hat, ess, _ = diagnostics.summarize(torch.stack(traced, 1)).worst if settings.samples else (None, None, None)
+    trace = torch.stack(traced, 1) if settings.samples else None
     one, state = _count_bytes(net, sampler, FORMAT if settings.method.low_precision else None)
     count = sum(p.numel() for p in net.parameters())
-    return DigitsRun(settings, predictions, r_hat, ess, (one + state) / count, one * len(kept), seconds)
+    return DigitsRun(settings, predictions, trace, (one + state) / count, one * len(kept), seconds)
 
 
 def _make_sampler(net: ParallelMLP, settings: DigitSettings, count: int, seed: int) -> SGHMC:

@@ -36,13 +36,8 @@ LETTERS = "Letters, which are no digits: how many are rejected by a limit on the
 
 
 def write_demo(made: DemoResult) -> None:
-    """Write the page and its figures."""
-    document = build_document(made)
-    (made.page.parent / "figures").mkdir(parents=True, exist_ok=True)
-    for block in document.blocks:
-        if isinstance(block, Picture):
-            files.write(made.page.parent / "figures" / f"{block.name}.png", [block.image.png])
-    files.write(made.page, [write_page(document).encode()])
+    """Write the page; its figures are inside."""
+    files.write(made.page, [write_page(build_document(made)).encode()])
 
 
 def build_document(made: DemoResult) -> Document:
@@ -63,7 +58,7 @@ def build_document(made: DemoResult) -> Document:
 
 def _gaussian(made: DemoResult) -> Section:
     caption = f"SGLD on a standard Gaussian (line) in {made.gaussian.settings.format}, α = {made.gaussian.rows[0].stepsize:g}."
-    image = render(figures.draw_gaussian(made.gaussian))
+    image = render(figures.draw_gaussian(made.gaussian), png=False)
     return Section("1. Why rounding must be corrected", (Text(GAUSSIAN), Picture("gaussian", image, caption, caption)))
 
 
@@ -81,8 +76,8 @@ def _regression(made: DemoResult) -> Section:
         "Network: sampled bands, and HMC dashed.",
     )
     blocks = (
-        Text(FEATURES), Picture("features", render(exact), captions[0], captions[0]),
-        Text(text), Picture("network", render(network), captions[1], captions[1]),
+        Text(FEATURES), Picture("features", render(exact, png=False), captions[0], captions[0]),
+        Text(text), Picture("network", render(network, png=False), captions[1], captions[1]),
     )  # fmt: skip
     return Section("2. Uncertainty you can see", blocks)
 
@@ -90,7 +85,7 @@ def _regression(made: DemoResult) -> Section:
 def _digits(made: DemoResult) -> Section:
     drawn, pictures = figures.draw_digits(made.digits), []
     for name, caption in (("rotated", ROTATED), ("rejected", REJECTED), ("letters", LETTERS)):
-        pictures.append(Picture(name, render(drawn[name]), caption, caption))
+        pictures.append(Picture(name, render(drawn[name], png=False), caption, caption))
     rows = tuple(
         (c.name, f"{c.weight_decay:g}", f"{c.temperature:g}" if c.samples else "—", f"{c.steps}") for c in CHOSEN
     )

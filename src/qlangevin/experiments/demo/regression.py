@@ -96,7 +96,7 @@ class Network:
         f = self.scale * torch.bmm(h, w.unsqueeze(2)).squeeze(2)
         error = (self.scale / (NOISE**2 * len(x))) * (f - y)
         inner = (1 - h * h) * error.unsqueeze(2)
-        by_u = 2 * w * torch.einsum("cnh,n->ch", inner, x)
+        by_u = 2 * w * (x @ inner)
         parts = torch.bmm(error.unsqueeze(1), h).squeeze(1), by_u, 1.5 * w * inner.sum(1)
         return torch.cat(parts, 1).add_(weights, alpha=1 / len(x))
 

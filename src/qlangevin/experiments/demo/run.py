@@ -27,7 +27,7 @@ class DemoSettings:
     """What 8 bits do to a posterior, and what the correction repairs: a table and a page of pictures in a minute."""
 
     out: Path = Path("results/demo")
-    """Folder of the page and its figures."""
+    """Folder of the page."""
     jobs: int | None = None
     """Processes; by default as many as there are cores."""
 

@@ -61,7 +61,7 @@ def digits_rows(scored: Sequence[Scored]) -> list[tuple[str, ...]]:
                 f"{run.training_bytes:.1f}",
                 f"{run.stored_bytes / networks / 1000:.0f} kB",
                 f"{run.seconds / networks:.1f} s",
-                "—" if run.r_hat is None else f"{run.r_hat:.2f}",
+                "—" if run.trace is None else f"{run.convergence[0]:.2f}",
                 f"{100 * v['error']:.1f} ± {100 * e['error']:.1f}",
                 f"{v['nll']:.3f} ± {e['nll']:.3f}",
                 f"{100 * v['ece']:.1f} ± {100 * e['ece']:.1f}",

@@ -64,7 +64,8 @@ def _file_contents(made: Document, results: Sequence[Result]) -> dict[str, bytes
     for block in made.blocks:
         if isinstance(block, Picture):
             contents[f"figures/{block.name}.svg"] = block.image.svg.encode()
-            contents[f"figures/{block.name}.png"] = block.image.png
+            if block.image.png is not None:
+                contents[f"figures/{block.name}.png"] = block.image.png
         elif isinstance(block, Given):
             contents[f"figures/lead.{block.suffix}"] = block.content
     lines = (json.dumps(result, separators=(",", ":"), allow_nan=False) for result in results)

@@ -97,7 +97,7 @@ class Image(NamedTuple):
     """A figure as files."""
 
     svg: str
-    png: bytes
+    png: bytes | None
 
     def inline(self, prefix: str, alt: str) -> str:
         """Return the SVG for embedding in a page, in the page's colours; ``alt`` must be HTML."""
@@ -110,10 +110,12 @@ class Image(NamedTuple):
 
 
 @styled
-def render(figure: Figure) -> Image:
-    """Render a figure as SVG and PNG."""
-    svg, png = io.StringIO(), io.BytesIO()
+def render(figure: Figure, png: bool = True) -> Image:
+    """Render a figure as SVG, and as PNG if asked to."""
+    svg, pixels = io.StringIO(), io.BytesIO()
     figure.savefig(svg, format="svg", metadata={"Date": None})
+    if not png:
+        return Image(svg.getvalue(), None)
     figure.set_layout_engine("none")  # the layout is computed; computing it again takes longest
-    figure.savefig(png, format="png", dpi=160)
-    return Image(svg.getvalue(), png.getvalue())
+    figure.savefig(pixels, format="png", dpi=160)
+    return Image(svg.getvalue(), pixels.getvalue())
