@@ -25,7 +25,12 @@ from qlangevin.prediction import metrics
 from .outside import load_outside
 from .rows import ROWS, Made, Work, read
 
-COLUMNS = {"error": ("error, %", 100.0, 2), "nll": ("NLL", 1.0, 4), "ece": ("ECE, %", 100.0, 2), "auroc": ("AUROC", 1.0, 3)}
+COLUMNS = {
+    "error": ("error, %", 100.0, 2),
+    "nll": ("NLL", 1.0, 4),
+    "ece": ("ECE, %", 100.0, 2),
+    "auroc": ("AUROC", 1.0, 3),
+}
 """Heading, factor and decimals of each score."""
 
 
