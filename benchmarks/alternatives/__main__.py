@@ -9,7 +9,6 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from statistics import mean, stdev
 from typing import Any
 
 import torch
@@ -24,14 +23,7 @@ from qlangevin.prediction import metrics
 
 from .outside import load_outside
 from .rows import ROWS, Made, Work, read
-
-COLUMNS = {
-    "error": ("error, %", 100.0, 2),
-    "nll": ("NLL", 1.0, 4),
-    "ece": ("ECE, %", 100.0, 2),
-    "auroc": ("AUROC", 1.0, 3),
-}
-"""Heading, factor and decimals of each score."""
+from .table import Rows, table
 
 
 def score_row(work: Work, made: Made, outside: Examples | None) -> dict[str, float]:
@@ -50,29 +42,6 @@ def score_row(work: Work, made: Made, outside: Examples | None) -> dict[str, flo
 
 def _batches(examples: Examples) -> ql.Loader:
     return make_loader(examples, TEST_BATCH, shuffle=False)
-
-
-def with_error(values: list[float], factor: float, decimals: int) -> str:
-    """Write a mean, with the standard error over the seeds."""
-    values = [factor * v for v in values]
-    error = f" ± {stdev(values) / len(values) ** 0.5:.{decimals}f}" if len(values) > 1 else ""
-    return f"{mean(values):.{decimals}f}{error}"
-
-
-def table(found: dict[str, dict[str, dict[str, float]]]) -> str:
-    """Return a table in Markdown, the least NLL first."""
-    first = next(iter(next(iter(found.values())).values()))
-    columns = {name: column for name, column in COLUMNS.items() if name in first}
-    lines = [
-        "| | " + " | ".join(heading for heading, _, _ in columns.values()) + " | samples | kB | gradient steps |",
-        "|---" * (len(columns) + 4) + "|",
-    ]
-    for row, seeds in sorted(found.items(), key=lambda item: mean(s["nll"] for s in item[1].values())):
-        each = list(seeds.values())
-        cells = [with_error([s[name] for s in each], *column[1:]) for name, column in columns.items()]
-        cells += [f"{each[0]['samples']}", f"{each[0]['bytes'] / 1000:,.0f}", f"{each[0]['steps']:,}"]
-        lines.append(f"| {row} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
 
 
 def parse_options(given: list[str], preset: type[Experiment]) -> dict[str, Any]:
@@ -106,7 +75,7 @@ def main() -> None:
     out.mkdir(parents=True, exist_ok=True)
     config = preset(method="sgdfp", **options)
     kept = read(out / "scores.json")
-    rows: dict[str, dict[str, dict[str, float]]] = kept.get("rows", {})
+    rows: Rows = kept.get("rows", {})
     outside = load_outside(config.load_data(given.data_dir), given.data_dir)
     for seed in given.seeds:
         work = Work(replace(config, seed=seed), out, given.data_dir, given.runs)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import qlangevin as ql
 from benchmarks.alternatives import __main__ as alternatives
 from benchmarks.alternatives import rows, stores
+from benchmarks.alternatives import table as tables
 from benchmarks.alternatives.outside import load_outside
 from qlangevin.experiments.data import load_dataset
 from qlangevin.experiments.presets import Digits
@@ -94,3 +95,27 @@ def test_the_language_reference_is_cut_into_texts_as_long_as_reviews(tmp_path: P
     assert texts.shape == (len(data.test), 7)
     assert texts.min() > 0  # no padding
     assert texts.max() < (data.words or 0)
+
+
+def scores_of(*nlls: float) -> dict[str, dict[str, float]]:
+    costs = {"samples": 2, "bytes": 3000, "steps": 40}
+    return {str(seed): {"error": 0.1, "nll": nll, "ece": 0.05, **costs} for seed, nll in enumerate(nlls)}
+
+
+def test_tables_say_which_differences_count() -> None:
+    found = {"far": scores_of(0.9, 0.91, 0.92), "near": scores_of(0.5, 0.6), "best": scores_of(0.5, 0.51, 0.52)}
+    lines = tables.table(found).splitlines()
+    assert [line.split(" | ")[0] for line in lines[2:]] == ["| best", "| near", "| far"]
+    assert lines[2] == "| best | 10.00 ± 0.00 | 0.5100 ± 0.0058 | 5.00 ± 0.00 | 2 | 3 | 40 |"
+    assert tables.differences(found).splitlines() == ["error, %: none", "NLL: 1 < 3", "ECE, %: none"]  # near scatters
+    with_one_seed = {"alone": scores_of(0.4), "far": found["far"]}
+    assert "NLL: none" in tables.differences(with_one_seed)
+    assert "| alone | 10.00 | 0.4000 | 5.00 |" in tables.table(with_one_seed)
+
+
+def test_results_are_put_together_if_only_their_seeds_differ() -> None:
+    one = {"settings": {"seed": 0, "lr": 0.1}, "rows": {"SGD": {"0": {"nll": 1.0}}}}
+    other = {"settings": {"seed": 1, "lr": 0.1}, "rows": {"SGD": {"1": {"nll": 2.0}}, "SWAG": {"1": {"nll": 3.0}}}}
+    assert tables.merge([one, other]) == {"SGD": {"0": {"nll": 1.0}, "1": {"nll": 2.0}}, "SWAG": {"1": {"nll": 3.0}}}
+    with pytest.raises(ValueError, match="they differ in lr"):
+        tables.merge([one, {**other, "settings": {"seed": 1, "lr": 0.2}}])
