@@ -67,9 +67,13 @@ reproduce: $(VENV)/.ready-demo
 	    $(VENV)/bin/qlangevin report results/$$name --out results/reports/$$name || exit; done
 	for name in mnist-logistic mnist-mlp; do \
 	    $(VENV)/bin/qlangevin report results/$$name-cold results/$$name/sgd* --out results/reports/$$name-cold || exit; done
+	$(VENV)/bin/qlangevin evaluate results/mnist-mlp/*-fp32-seed* results/mnist-mlp/*-fixed8.6-seed* --ood fashion-mnist --json > results/mnist-mlp-ood.json
+	$(VENV)/bin/torchrun --nproc-per-node=2 -m qlangevin run digits --chains 4
 	$(VENV)/bin/python -m benchmarks.alternatives mnist-mlp
 	$(VENV)/bin/python -m benchmarks.alternatives cifar10 --runs results/cifar10 --option limit_train=10000 width=8 epochs=40 samples=20 cycles=4
 	$(VENV)/bin/python -m benchmarks.alternatives imdb --runs results/imdb --seeds 0 1 2 3 4 --option length=48 hidden=64 epochs=8 limit_test=5000
+	for name in truths control training memory; do \
+	    OMP_NUM_THREADS=1 $(VENV)/bin/python -m benchmarks.llc_$$name --out results/llc || exit; done
 	$(VENV)/bin/python -m benchmarks.kills --runs 100
 	$(VENV)/bin/python -m benchmarks.fuzz --count 10000
 	$(VENV)/bin/python -m benchmarks.faults
