@@ -1,4 +1,4 @@
-"""Progress on standard error: a bar on a terminal; elsewhere nothing, or a line every few seconds."""
+"""Progress on standard error: a bar on a terminal; elsewhere nothing, or a line now and then."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-__all__ = ["progress_bar"]
+__all__ = ["OFTEN", "SELDOM", "progress_bar"]
 
-SECONDS = 3.0  # between lines
+OFTEN, SELDOM = 3.0, 30.0  # seconds between lines: of a command that takes a minute, and of one that may take hours
 
 
 @contextmanager
 def progress_bar(
-    total: float | None, label: str = "starting", shown: bool = True, lines: bool = False
+    total: float | None, label: str = "starting", shown: bool = True, lines: float | None = None
 ) -> Iterator[Callable[[str, float], None]]:
     """Yield a function (label, steps) that sets the label and advances the bar; it does nothing if no bar is shown.
 
-    With ``lines`` it prints a line every few seconds where standard error is not a terminal.
+    Where standard error is not a terminal, ``lines`` is the number of seconds between lines; None prints none.
     """
     if not shown or not sys.stderr.isatty():
-        if shown and lines:
-            with _Lines(total, label) as advance:
+        if shown and lines is not None:
+            with _Lines(total, label, lines) as advance:
                 yield advance
         else:
             yield lambda label, steps: None
@@ -41,8 +41,9 @@ def progress_bar(
 class _Lines:
     """Progress as lines: seconds, per cent and label, printed by a thread, so that they come also while a step takes long."""
 
-    def __init__(self, total: float | None, label: str) -> None:
-        self.total, self.label, self.done, self.began = total, label, 0.0, time.monotonic()
+    def __init__(self, total: float | None, label: str, seconds: float) -> None:
+        self.total, self.label, self.seconds = total, label, seconds
+        self.done, self.began = 0.0, time.monotonic()
         self.ended = threading.Event()
         self.thread = threading.Thread(target=self._print, daemon=True)
 
@@ -58,6 +59,6 @@ class _Lines:
         self.thread.join()
 
     def _print(self) -> None:
-        while not self.ended.wait(SECONDS):
+        while not self.ended.wait(self.seconds):
             share = f"{min(1.0, self.done / self.total):4.0%} " if self.total else ""
             print(f"{time.monotonic() - self.began:4.0f} s {share} {self.label}", file=sys.stderr, flush=True)

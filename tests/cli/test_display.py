@@ -1,6 +1,7 @@
 """The output of commands: tables, and a progress bar on a terminal."""
 
 import sys
+import time
 
 import pytest
 from rich.console import Console
@@ -26,14 +27,26 @@ def test_numbers_are_never_cut_short(
         assert expected in out
 
 
-def test_progress_is_shown_on_a_terminal_only(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_progress_is_a_bar_on_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     monkeypatch.setenv("TERM", "xterm")
     with progress_bar(10, shown=True) as advance:
         advance("half way", 5)
     assert "half way" in capsys.readouterr().err
-    with progress_bar(10, shown=False) as advance:
+    with progress_bar(10, shown=False, lines=0.01) as advance:
         advance("half way", 5)
     assert capsys.readouterr().err == ""
+
+
+def test_progress_is_lines_elsewhere_if_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    with progress_bar(10) as advance:
+        advance("half way", 5)
+    assert capsys.readouterr().err == ""
+    written = ""
+    with progress_bar(10, lines=0.01) as advance:
+        advance("half way", 5)
+        deadline = time.monotonic() + 60
+        while written.count("\n") < 2 and time.monotonic() < deadline:
+            time.sleep(0.01)
+            written += capsys.readouterr().err
+    assert written.splitlines()[1].split(maxsplit=2) == ["0", "s", "50%  half way"]

@@ -19,7 +19,7 @@ from typing import Annotated, Any, Generic, TypeAlias, TypeVar
 
 import tyro
 
-from .._progress import progress_bar
+from .._progress import SELDOM, progress_bar
 from .._validate import check_integer
 from ..distributed.ranks import PATIENCE, TIMEOUT, join
 from ..experiments import presets, run
@@ -78,7 +78,7 @@ class RunExperiment(Generic[Preset]):
         try:
             with join(patience=self.waiting.patience, timeout=self.waiting.timeout) as ranks:
                 shown = ranks.first and not self.common.json
-                with progress_bar(1.0, config.run_name, shown=shown) as advance:
+                with progress_bar(1.0, config.run_name, shown=shown, lines=SELDOM) as advance:
                     result = run.run_experiment(config, folder, self.common.data_dir, advance, ranks, cores())
         except KeyboardInterrupt:
             return fail(f"interrupted; {self._resume_hint(config, folder)}", 130)
@@ -135,7 +135,7 @@ class SweepExperiment(Generic[Preset]):
         folder = self.common.out or Path("results", self.settings.name)
         threads = max(1, cores() // min(jobs, len(configs)))
         try:
-            with progress_bar(float(len(configs)), "sweep", shown=not self.common.json) as advance:
+            with progress_bar(float(len(configs)), "sweep", shown=not self.common.json, lines=SELDOM) as advance:
                 outcomes = sweep(configs, folder, self.common.data_dir, jobs, threads, advance)
         except KeyboardInterrupt:
             return fail("interrupted; the same command resumes", 130)
@@ -172,7 +172,7 @@ class Evaluate:
             raise ValueError("give at least one folder of a run")
         runs = find_samples(self.runs)
         groups = [runs] if self.together else [[folder] for folder in runs]
-        with progress_bar(float(len(groups)), "evaluating", shown=not self.json) as advance:
+        with progress_bar(float(len(groups)), "evaluating", shown=not self.json, lines=SELDOM) as advance:
             evaluated = [evaluate(group, self.data_dir, self.limit_test, self.ood, advance) for group in groups]
         if self.json:
             display.print_json({"runs": evaluated})

@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from .._progress import progress_bar
+from .._progress import OFTEN, progress_bar
 from ..experiments import demo
 from ..experiments.demo import summary
 from . import display
@@ -22,7 +22,7 @@ class Demo(demo.DemoSettings):
     """Print one JSON object instead of the tables, and no progress."""
 
     def execute(self) -> int:
-        with progress_bar(1.0, "starting", shown=not self.json, lines=True) as advance:
+        with progress_bar(1.0, "starting", shown=not self.json, lines=OFTEN) as advance:
             made = demo.run_demo(self, advance)
         if self.json:
             display.print_json(_as_json(made))

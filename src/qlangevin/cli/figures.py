@@ -9,7 +9,7 @@ import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
-from .._progress import progress_bar
+from .._progress import SELDOM, progress_bar
 from ..distributed.ranks import TIMEOUT, join
 from ..experiments import bound, gaussian
 from ..experiments.plotting import check_path, save_figure
@@ -34,7 +34,7 @@ class Gaussian(gaussian.GaussianSettings):
         check_path(self.out)
         with join(timeout=self.timeout) as ranks:
             share = self.total_steps / ranks.size  # each rank does about as many
-            with progress_bar(share, shown=not self.json and ranks.first) as advance:
+            with progress_bar(share, shown=not self.json and ranks.first, lines=SELDOM) as advance:
                 result = gaussian.run_gaussian(self, advance, ranks)
         if not ranks.first:
             return 0
@@ -61,7 +61,7 @@ class Bound(bound.BoundSettings):
 
     def execute(self) -> int:
         check_path(self.out)
-        with progress_bar(self.total_steps, shown=not self.json) as advance:
+        with progress_bar(self.total_steps, shown=not self.json, lines=SELDOM) as advance:
             result = bound.run_bound(self, advance)
         try:
             save_figure(self.out, lambda path: bound.draw(result, path))

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
-from .._progress import progress_bar
+from .._progress import SELDOM, progress_bar
 from .._validate import check_integer
 from .._warnings import QLangevinWarning
 from ..distributed.ranks import TIMEOUT, join
@@ -105,7 +105,7 @@ class Llc:
         same = (
             "lr", "localization", "nbeta", "sampler", "friction", "chains", "draws", "burn_in", "steps_between", "box", "seed",
         )  # fmt: skip
-        with progress_bar(float(total), "sampling", shown=first and not self.json) as advance:
+        with progress_bar(float(total), "sampling", shown=first and not self.json, lines=SELDOM) as advance:
             return llc(
                 model, loader, loss, weights=self.weights, masks=masks, store=self.out,
                 progress=lambda steps: advance("sampling", steps), **{name: getattr(self, name) for name in same},
