@@ -139,7 +139,8 @@ def test_a_single_width_of_the_other_opinion_decides() -> None:
         ({2: 9.0, 6: 1.0, 8: 1.0, 10: 1.03}, "does not hold", "holds"),  # good, but not from there on
         ({2: 9.0, 3: 9.0, 12: 1.0}, "undecided", "undecided"),  # what is in between is not known
         ({2: 9.0, 3: 9.0, 12: 9.0}, "does not hold", "holds"),
-        ({2: 0.5, 3: 0.5, 4: 0.5}, "holds", "does not hold"),  # better than full precision is good
+        ({2: 0.5, 6: 0.5, 8: 0.5}, "holds", "does not hold"),  # better than full precision is good
+        ({2: 0.5, 3: 0.5, 4: 0.5}, "undecided", "does not hold"),  # no width from 6 on was run
     ],
 )
 def test_full_precision_quality(nlls: dict[int, float], sufficient: str, necessary: str) -> None:
@@ -293,3 +294,34 @@ def test_the_papers_tables_speak_of_methods_there_are() -> None:
     assert PAPER["imdb", "error"]["bfp8", "sgdlp-l"] == "16.06 ± 1.81"
     assert PAPER["cifar100", "ece"]["bfp8", "sgdlp-l"] == "12.97"
     assert PAPER["imagenet", "top5"]["bfp8", "sgldlp-f"] == "11.77"
+
+
+def test_comparisons_without_figures_in_the_paper_are_told_apart_from_its_claims() -> None:
+    """Its table of ECEs has neither IMDB nor the naive method, and only MNIST has a figure of widths."""
+    found = claims([*runs("imdb", FIVE, "bfp8/tensor"), *full("imdb"), *runs("cifar10", FIVE, "fixed8.8")])
+    printed = {(claim.experiment, claim.text): claim.printed for claim in found}
+    assert printed["imdb", "SGLDLP-F has a lower error than SGDLP-F in bfp8/tensor"]
+    assert not printed["imdb", "SGLDLP-F has a lower ECE than SGDLP-F in bfp8/tensor"]
+    assert printed["cifar10", "SGLDLP-F has a lower ECE than SGDLP-F in fixed8.8"]
+    assert not printed["cifar10", "VC SGLDLP-L has a lower ECE than Naïve SGLDLP-L in fixed8.8"]
+    assert all(claim.printed for claim in claims(sweep("mnist-mlp")))
+    assert not any(claim.printed for claim in claims(sweep("digits")))
+
+
+def test_low_precision_is_compared_with_full_precision() -> None:
+    results = [*runs("cifar10", ("sgldlp-f", "vc-sgldlp-l", "sgdlp-l"), "bfp8"), *full("cifar10")]
+    names = {claim.text for claim in claims(results) if "matches" in claim.text or claim.text.startswith("SGDFP")}
+    assert names == {
+        "SGLDLP-F in bfp8 matches the error of SGLDFP",
+        "SGLDLP-F in bfp8 matches the ECE of SGLDFP",
+        "VC SGLDLP-L in bfp8 matches the ECE of SGLDFP",
+        "SGDFP has a lower ECE than SGDLP-L in bfp8",
+    }
+
+
+def test_a_claim_about_every_width_waits_for_all_of_them() -> None:
+    results = [r for bits in (2, 3, 4) for r in scored("sgldlp-f", f"fixed{bits + 2}.{bits}", [0.30, 0.31])]
+    results += scored("sgdlp-f", "fixed4.2", [0.90, 0.91])
+    claim = claims(results)[0]
+    assert claim.verdict == "undecided"
+    assert claim.numbers.endswith("; 2 of 3 widths were not run")

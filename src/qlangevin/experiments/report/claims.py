@@ -2,17 +2,19 @@
 
 A difference counts if chance would hardly explain it (`differences`); otherwise, and where a method has a single seed, the
 claim is undecided. A claim about every width holds if it does at each of them, and does not if it fails at one (Simes' test).
+Where the paper has no figures, the same comparisons are made and told apart from its claims.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 from ..results import Result
 from .differences import LEVEL, NEAR, Verdict, higher_somewhere, limit, lower, matches
+from .paper import PAPER
 from .summary import SCORES, Cells, Estimate, by_experiment, family, method_name, scores, sweep
 
 __all__ = ["QUALITY", "RULE", "Claim", "claims"]
@@ -28,25 +30,36 @@ QUALITY = (
     "counterpart (SGLDFP or SGDFP)."
 )
 
-REPORTED = {  # scores that the paper has of an experiment
+COMPARED = {  # scores that are compared; of other experiments the NLL, too
     **dict.fromkeys(("cifar10", "cifar100", "imdb"), ("error", "ece")),
     "imagenet": ("error", "top5"),
 }
+SWEPT = ("mnist-logistic", "mnist-mlp")  # of which the paper has a figure
 PAIRS = (("sgldlp-f", "sgdlp-f"), ("vc-sgldlp-l", "naive-sgldlp-l"), ("vc-sgldlp-l", "sgdlp-l"))
 CYCLICAL = (("csgldfp", "sgldfp"), ("csgldlp-f", "sgldlp-f"), ("vc-csgldlp-l", "vc-sgldlp-l"))
 ROUNDING = (  # stochastic against deterministic; the paper has errors only
     ("sgdlp-l", "nearest-sgdlp-l"), ("naive-sgldlp-l", "nearest-sgldlp-l"), ("vc-sgldlp-l", "nearest-sgldlp-l"),
 )  # fmt: skip
+MATCHES = (  # families of formats, method in them, method in full precision, and scores that are said to match
+    (("bfp8",), "vc-csgldlp-l", "sgdfp", ("error", "ece", "top5")),
+    (("bfp8",), "sgldlp-f", "sgldfp", ("error",)),
+    (("bfp8",), "csgldlp-f", "csgldfp", ("error",)),
+    (("bfp8", "fixed8"), "sgldlp-f", "sgldfp", ("ece",)),
+    (("bfp8", "fixed8"), "vc-sgldlp-l", "sgldfp", ("ece",)),
+)
+OVERCONFIDENT = ("sgdlp-f", "sgdlp-l")  # methods whose ECE is said to be above that of SGD in full precision
 
 
 @dataclass(frozen=True)
 class Claim:
-    """A claim of the paper about an experiment, the verdict of our results, and their numbers."""
+    """A claim about an experiment, the verdict of our results, and their numbers."""
 
     experiment: str
     text: str
     verdict: Verdict
     numbers: str
+    printed: bool = True
+    """The paper has figures of it; otherwise it is a comparison of ours."""
 
 
 def claims(results: Iterable[Result]) -> list[Claim]:
@@ -63,18 +76,23 @@ def claims(results: Iterable[Result]) -> list[Claim]:
 def _of_pairs(experiment: str, cells: Cells) -> Iterator[Claim]:
     """Compare SGLD with SGD, corrected with naive, cyclical with not cyclical, stochastic with deterministic rounding.
 
-    In each format in which both have been run.
+    In each format in which both have been run; then low with full precision.
     """
-    names = REPORTED.get(experiment, ("nll", "error", "ece"))
+    names = COMPARED.get(experiment, ("nll", "error", "ece"))
     pairs = (*product((*PAIRS, *CYCLICAL), names), *product(ROUNDING, ("error",)))
     for format in dict.fromkeys(format for _, format in cells):
         for (a, b), name in pairs:
             first, second = (scores(cells, method, name).get(format) for method in (a, b))
             if first is not None and second is not None:
                 text = f"{method_name(a)} has a lower {SCORES[name].title} than {method_name(b)} in {format}"
-                yield Claim(experiment, text, lower(first, second), _compare(name, first, second))
-        if family(format) == "bfp8":
-            yield from _matches(experiment, cells, format, names)
+                printed = _is_printed(experiment, name, (family(format), a), (family(format), b))
+                yield Claim(experiment, text, lower(first, second), _compare(name, first, second), printed)
+        yield from _against_full(experiment, cells, format, names)
+
+
+def _is_printed(experiment: str, name: str, *cells: tuple[str, str]) -> bool:
+    """Return whether the paper has figures of all these families of formats and methods."""
+    return all(cell in PAPER.get((experiment, name), {}) for cell in cells)
 
 
 def _compare(name: str, first: Estimate, second: Estimate) -> str:
@@ -88,25 +106,37 @@ def _compare(name: str, first: Estimate, second: Estimate) -> str:
     return f"{both}; difference {gap}{unit}, chance explains {score.number(chance)}{unit}"
 
 
-def _matches(experiment: str, cells: Cells, format: str, names: Iterable[str]) -> Iterator[Claim]:
-    """Judge whether the cyclical method in 8 bits throughout matches SGD in full precision."""
-    for name in names:
-        ours, full = scores(cells, "vc-csgldlp-l", name).get(format), scores(cells, "sgdfp", name).get("fp32")
-        if ours is not None and full is not None:
-            text = f"VC cSGLDLP-L in {format} matches the {SCORES[name].title} of SGDFP"
-            yield Claim(experiment, text, matches(ours, full), _compare(name, ours, full))
+def _against_full(experiment: str, cells: Cells, format: str, names: Iterable[str]) -> Iterator[Claim]:
+    """Judge whether methods in a low precision match others in full precision, and whether SGD's ECE is worse for it."""
+    kind = family(format)
+    for families, low, full, which in MATCHES:
+        for name in (name for name in which if name in names and kind in families):
+            ours, theirs = scores(cells, low, name).get(format), scores(cells, full, name).get("fp32")
+            if ours is not None and theirs is not None:
+                text = f"{method_name(low)} in {format} matches the {SCORES[name].title} of {method_name(full)}"
+                printed = _is_printed(experiment, name, (kind, low), ("fp32", full))
+                yield Claim(experiment, text, matches(ours, theirs), _compare(name, ours, theirs), printed)
+    for low in OVERCONFIDENT if "ece" in names else ():
+        ours, theirs = scores(cells, low, "ece").get(format), scores(cells, "sgdfp", "ece").get("fp32")
+        if ours is not None and theirs is not None:
+            text = f"SGDFP has a lower ECE than {method_name(low)} in {format}"
+            printed = _is_printed(experiment, "ece", (kind, low), ("fp32", "sgdfp"))
+            yield Claim(experiment, text, lower(theirs, ours), _compare("ece", theirs, ours), printed)
 
 
 def _of_widths(experiment: str, cells: Cells) -> Iterator[Claim]:
     """Judge the claims about a sweep over fractional bits."""
     widths = sweep(cells)
-    yield _everywhere(experiment, cells, widths, "sgldlp-f", "sgdlp-f")
-    yield _sufficient(experiment, cells, widths, "sgldlp-f", "sgldfp", 6)
-    yield _necessary(experiment, cells, widths, "sgdlp-f", "sgdfp", 10)
-    yield _everywhere(experiment, cells, widths, "vc-sgldlp-l", "naive-sgldlp-l")
-    yield _everywhere(experiment, cells, widths, "vc-sgldlp-l", "sgdlp-l")
     narrow = {bits: format for bits, format in widths.items() if bits == 2}
-    yield _everywhere(experiment, cells, narrow, "vc-sgldlp-l", "sgdlp-f", "with 2 fractional bits")
+    for claim in (
+        _everywhere(experiment, cells, widths, "sgldlp-f", "sgdlp-f"),
+        _sufficient(experiment, cells, widths, "sgldlp-f", "sgldfp", 6),
+        _necessary(experiment, cells, widths, "sgdlp-f", "sgdfp", 10),
+        _everywhere(experiment, cells, widths, "vc-sgldlp-l", "naive-sgldlp-l"),
+        _everywhere(experiment, cells, widths, "vc-sgldlp-l", "sgdlp-l"),
+        _everywhere(experiment, cells, narrow, "vc-sgldlp-l", "sgdlp-f", "with 2 fractional bits"),
+    ):
+        yield replace(claim, printed=experiment in SWEPT)
 
 
 def _everywhere(
@@ -119,10 +149,12 @@ def _everywhere(
     if not pairs:
         return Claim(experiment, text, "undecided", "there are no runs of both")
     verdicts = {bits: lower(*pair) for bits, pair in pairs.items()}
-    holds = all(v == "holds" for v in verdicts.values())
+    holds = len(pairs) == len(widths) and all(v == "holds" for v in verdicts.values())
     fails = higher_somewhere(pairs.values())
     verdict: Verdict = "holds" if holds else "does not hold" if fails else "undecided"
-    return Claim(experiment, text, verdict, _over_widths(pairs, verdicts))
+    missing = len(widths) - len(pairs)
+    numbers = _over_widths(pairs, verdicts) + (f"; {missing} of {len(widths)} widths were not run" if missing else "")
+    return Claim(experiment, text, verdict, numbers)
 
 
 def _over_widths(pairs: dict[int, tuple[Estimate, Estimate]], verdicts: dict[int, Verdict]) -> str:
@@ -161,7 +193,7 @@ def _sufficient(experiment: str, cells: Cells, widths: dict[int, str], method: s
     text = f"{method_name(method)} has full-precision quality from {bits} fractional bits on"
     quality, numbers = _quality(cells, widths, method, full)
     start, verdict = _first_good(quality), UNDECIDED
-    if start is not None and start <= bits:
+    if start is not None and start <= bits <= max(quality):
         verdict = "holds"
     elif any(v == "does not hold" and b >= bits for b, v in quality.items()):
         verdict = "does not hold"

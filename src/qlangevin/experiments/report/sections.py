@@ -16,7 +16,7 @@ from .summary import SCORES, Cells, by_experiment, method_name, mixtures, shown_
 from .tables import (
     COSTS,
     bits_table,
-    claims_table,
+    claims_tables,
     cost_estimates,
     cost_table,
     format_duration,
@@ -29,18 +29,23 @@ from .tables import (
 
 __all__ = ["build_document"]
 
-TABLES = {  # experiments that share tables in the paper: title, and (scores, title) of each table
-    ("cifar10", "cifar100", "imdb"): (
+SHARED = ("cifar10", "cifar100", "imdb")
+TABLES = {  # experiments that share tables in the paper: title, and (experiments, scores, title) of each table
+    SHARED: (
         "Tables 1 and 2 of the paper",
         (
-            (("error",), "Table 1, test error (%)"),
-            (("ece",), "Table 2, expected calibration error (%)"),
-            (("nll", "brier"), "Not in the paper, NLL and Brier score"),
+            (SHARED, ("error",), "Table 1, test error (%)"),
+            (("cifar10", "cifar100"), ("ece",), "Table 2, expected calibration error (%)"),
+            (("imdb",), ("ece",), "Not in the paper, expected calibration error (%)"),
+            (SHARED, ("nll", "brier"), "Not in the paper, NLL and Brier score"),
         ),
     ),
     ("imagenet",): (
         "Table 3 of the paper",
-        ((("error", "top5"), "Table 3, test error (%)"), (("nll", "ece", "brier"), "Not in the paper, further scores")),
+        (
+            (("imagenet",), ("error", "top5"), "Table 3, test error (%)"),
+            (("imagenet",), ("nll", "ece", "brier"), "Not in the paper, further scores"),
+        ),
     ),
 }
 
@@ -80,7 +85,8 @@ def build_document(results: Sequence[Result], heading: str, lead: Sequence[Block
     sections = []
     for names, (section, tables) in TABLES.items():
         if shared := {name: experiments[name] for name in names if name in experiments}:
-            blocks = [paper_table(shared, *table) for table in tables]
+            shown = [({n: shared[n] for n in own if n in shared}, *table) for own, *table in tables]
+            blocks = [paper_table(*table) for table in shown if table[0]]
             remarks = [note for name in shared for note in _remarks(shared[name], name)]
             unmixed = [note for name in shared for note in _warn(shared[name], f"{title(name)}: ")]
             sections.append(Section(section, (Text(BESIDE), *remarks, *blocks, *unmixed)))
@@ -97,14 +103,23 @@ def _summarize(results: Sequence[Result], experiments: Mapping[str, Cells], foun
     spent = sum(computing_seconds(run) for run in results)
     names = ", ".join(title(name) for name in experiments)
     text = f"{_count(len(results), 'run')} of {names}; {format_duration(spent)} of computing."
-    if found:
-        holds, fails, open_ = (sum(c.verdict == v for c in found) for v in ("holds", "does not hold", "undecided"))
-        text += (
-            f" Of {_count(len(found), 'claim')} that the paper makes, or would make of these data, {holds} "
-            f"{'holds' if holds == 1 else 'hold'} here, {fails} {'does' if fails == 1 else 'do'} not, {open_} "
-            f"{'is' if open_ == 1 else 'are'} undecided."
-        )
+    printed, others = ([claim for claim in found if claim.printed is whose] for whose in (True, False))
+    for group, what, of in (
+        (printed, "claim", "of the paper"),
+        (others, "comparison", "that the paper has no figures of"),
+    ):
+        if group:
+            text += f" Of {_count(len(group), what)} {of} {_tally(group)}."
     return text
+
+
+def _tally(found: Sequence[Claim]) -> str:
+    """Count verdicts, in words."""
+    holds, fails, open_ = (sum(c.verdict == v for c in found) for v in ("holds", "does not hold", "undecided"))
+    return (
+        f"{holds} {'holds' if holds == 1 else 'hold'} here, {fails} {'does' if fails == 1 else 'do'} not, {open_} "
+        f"{'is' if open_ == 1 else 'are'} undecided"
+    )
 
 
 def _count(n: int, what: str) -> str:
@@ -130,7 +145,7 @@ def _experiment(experiment: str, cells: Cells, found: Sequence[Claim]) -> Iterat
     """Yield the section of one experiment."""
     yield Text(_description(cells))
     yield from _remarks(cells, experiment)
-    verdicts: tuple[Block, ...] = (Text(_rule(found)), claims_table(found)) if found else ()
+    verdicts: tuple[Block, ...] = (Text(_rule(found)), *claims_tables(found)) if found else ()
     swept = bool(sweep(cells))
     if swept:
         yield from (*_widths(experiment, cells), *verdicts)  # the claims about a sweep are about its curves

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import product
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ from .paper import FAMILIES, PAPER, ROWS
 from .summary import SCORES, Cells, Estimate, Score, estimate, family, method_name, score, scores, sweep, title
 
 __all__ = [
-    "COSTS", "bits_table", "claims_table", "cost_estimates", "cost_table", "format_duration", "group_name", "machines_table",
+    "COSTS", "bits_table", "claims_tables", "cost_estimates", "cost_table", "format_duration", "group_name", "machines_table",
     "paper_table", "runs_table", "scores_table", "widths_table",
 ]  # fmt: skip
 
@@ -217,10 +217,15 @@ def _figure(value: float | None, format: str) -> str:
     return "—" if value is None else f"{value:{format}}"
 
 
-def claims_table(found: Sequence[Claim]) -> Table:
-    """Return the paper's claims with verdicts and numbers."""
-    rows = tuple((claim.text, claim.verdict, claim.numbers) for claim in found)
-    return Table("What the paper says, and what came out here", ("claim", "verdict", "numbers"), rows, wordy=True)
+def claims_tables(found: Sequence[Claim]) -> Iterator[Table]:
+    """Yield the paper's claims with verdicts and numbers, then comparisons of which it has no figures."""
+    titles = {
+        True: "What the paper says, and what came out here",
+        False: "Comparisons that the paper has no figures of",
+    }
+    for printed, heading in titles.items():
+        if rows := tuple((c.text, c.verdict, c.numbers) for c in found if c.printed is printed):
+            yield Table(heading, ("claim", "verdict", "numbers"), rows, wordy=True)
 
 
 def machines_table(results: Sequence[Result]) -> Table:
