@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -70,7 +71,7 @@ def test_all_methods(method: str, packed: bool) -> None:
     assert [part.name for part in found.parameters] == [name for name, _ in model.named_parameters()]
     assert found.total.size == sum(p.numel() for p in model.parameters())
     for part in (*found.parameters, found.total):
-        assert part.above + part.between + part.below == pytest.approx(1)
+        assert sum(x for x in (part.above, part.between, part.below) if x is not None) == pytest.approx(1)
         assert (part.inflation is None) == (settings.get("temperature") == 0.0)
         assert (part.zero_gradients is None) == ("gradients" not in settings)
     assert json.loads(json.dumps(found.to_dict(), allow_nan=False))["total"]["size"] == found.total.size
@@ -179,6 +180,33 @@ def test_widths_of_the_posterior() -> None:
         sampler.diagnose(model, {"odd": torch.ones(1)})
 
 
+def test_a_number_is_the_width_of_all_weights_of_a_parameter() -> None:
+    model, x, y = problem()
+    sampler = SGLD(model.parameters(), lr=0.1, num_data=1000, weights="fixed8.4")
+    backward(model, x, y)
+    shapes = {name: p.shape for name, p in model.named_parameters()}
+    expected = sampler.diagnose(model, {name: torch.full(shape, 0.125) for name, shape in shapes.items()})
+    for width in (0.125, torch.tensor(0.125)):
+        assert sampler.diagnose(model, dict.fromkeys(shapes, width)) == expected
+
+
+@pytest.mark.parametrize(
+    ("widths", "error", "message"),
+    [
+        (0.5, TypeError, r"must be a mapping from the names of parameters, such as \{'0.weight': 0.1\}, got 0.5"),
+        ({"0.weight": torch.ones(2, 4)}, ValueError, r"the width of 0.weight must be .* shape .*, got shape \(2, 4\)"),
+        ({"0.weight": [0.5]}, TypeError, r"the width of 0.weight must be a tensor .*, or a number .*, got a list"),
+        ({"0.weight": -1.0}, ValueError, r"the width of 0.weight must be a finite number that is not negative"),
+    ],
+)
+def test_widths_that_are_none_are_refused(widths: Any, error: type[Exception], message: str) -> None:
+    model, x, y = problem()
+    sampler = SGLD(model.parameters(), lr=0.1, num_data=1000, weights="fixed8.4")
+    backward(model, x, y)
+    with pytest.raises(error, match=message):
+        sampler.diagnose(model, widths)
+
+
 # ---- advice
 
 
@@ -246,8 +274,48 @@ def test_each_parameter_names_the_format_that_would_do() -> None:
 
 def test_without_gradients_it_says_what_to_do() -> None:
     model, *_ = problem()
-    with pytest.raises(RuntimeError, match=r"after backward\(\) and before zero_grad\(\)"):
+    with pytest.raises(
+        RuntimeError, match=r"after backward\(\) and before zero_grad\(\).* A checkpoint holds no gradients"
+    ):
         SGLD(model.parameters(), lr=0.1, num_data=100).diagnose()
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+@pytest.mark.parametrize("late", [False, True])
+def test_the_first_step_after_a_load_keeps_rows(in_backward: bool, late: bool) -> None:
+    model, x, y = problem()
+    with deferred_kernels() if late else nullcontext():
+        sampler = SGLD(model.parameters(), lr=0.1, num_data=1000, weights="bfp8", step_in_backward=in_backward)
+        for resumed in (False, True):
+            if resumed:
+                sampler.load_state_dict(sampler.state_dict())
+                with pytest.raises(RuntimeError, match="run one more forward and backward pass, then call diagnose"):
+                    sampler.diagnose()
+            for _ in range(2):
+                backward(model, x, y)
+                sampler.step()
+                sampler.zero_grad()
+            assert len(sampler.diagnose().parameters) == 4
+
+
+def test_the_verdict_names_a_parameter_that_the_average_hides() -> None:
+    large, small, tiny = (nn.Parameter(torch.zeros(n)) for n in (900, 100, 5))
+    params = [("large", large), ("small", small), ("tiny", tiny)]
+    sampler = SGLD(params, lr=1.0, num_data=1000, weights="fixed8.2")
+    for (_, p), gradient in zip(params, (0.0, 0.012, 0.1), strict=True):
+        p.grad = torch.full(p.shape, gradient)
+    found = sampler.diagnose(tolerance=1.2)
+    part = found.parameters[1]
+    assert part.inflation is not None
+    assert found.sufficient
+    assert part.inflation > 1.2
+    assert f"On average: small is at {part.inflation:.3g}, and needs {part.suffices}." in found.summary
+    for p in (small, large):
+        p.grad = torch.zeros(p.shape)  # what is left has less than a hundredth of the weights
+    found = sampler.diagnose(tolerance=1.2)
+    assert found.sufficient
+    assert found.parameters[2].inflation > 1.2  # type: ignore[operator]
+    assert "On average" not in found.summary
 
 
 def test_tolerance_must_be_above_one() -> None:

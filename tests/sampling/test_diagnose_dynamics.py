@@ -69,6 +69,7 @@ def test_velocities_heat_the_weights_so_that_grids_that_are_too_coarse_for_a_ste
     """Most of the noise of SGHMC reaches the weights by way of the velocity: inflation is over 2 lr T / N, not over the rest."""
     p, sampler = sampler_of(ql.SGHMC, lr=1.0, friction=0.1, weights="fixed10.6", temperature=1.0)
     found = sampler.diagnose()
+    assert found.total.below is not None
     assert found.total.below > 0.5
     assert 1 <= found.total.inflation < 1.2
     assert math.isfinite(found.total.inflation)
@@ -88,7 +89,7 @@ def inflate(lr: float, friction: float, integrator: str, steps: int, **settings:
     for step in range(steps):
         p.grad = p.detach().clone()
         if step >= steps // 2 and step % 20 == 0:
-            found = sampler.diagnose(widths={"parameter 0": torch.ones(1)}).total.inflation
+            found = sampler.diagnose(widths={"parameter 0": 1.0}).total.inflation
             assert found is not None
             said.append(found)
         sampler.step()
@@ -120,7 +121,34 @@ def test_the_splitting_has_noise_though_its_weights_draw_none() -> None:
     assert found.total.inflation > 1
     assert found.total.noise > 0
     assert "Temperature 0" not in found.summary
-    assert found.total.below == 1
+
+
+def test_weights_without_noise_of_their_own_are_not_compared_with_v0() -> None:
+    """Given its velocity a position of the splitting has no noise: v < v_s says nothing of the grid."""
+    for weights in ("fixed16.12", "fixed6.3"):
+        _, sampler = sampler_of(ql.SGHMC, lr=1.0, integrator="splitting", weights=weights, temperature=1e-2)
+        found = sampler.diagnose()
+        for part in (*found.parameters, found.total):
+            assert (part.above, part.between, part.below) == (None, None, None)
+        row = next(line for line in str(found).splitlines() if line.startswith("all"))
+        assert row.split()[3:6] == ["—"] * 3
+        assert "limited by the grid" not in found.summary
+    assert not found.sufficient
+
+
+def test_one_group_by_velocity_alone_leaves_the_total_without_shares() -> None:
+    a, b = (nn.Parameter(torch.randn(64, 32, generator=torch.Generator().manual_seed(i))) for i in range(2))
+    groups: list[dict[str, Any]] = [{"params": [a]}, {"params": [b], "integrator": "splitting"}]
+    sampler = ql.SGHMC(groups, lr=0.1, num_data=1000, weights="fixed8.6")
+    for p in (a, b):
+        p.grad = torch.zeros(64, 32)
+    found = sampler.diagnose()
+    assert [part.below is None for part in (*found.parameters, found.total)] == [False, True, True]
+
+
+def test_without_temperature_shares_are_those_of_sgd() -> None:
+    _, sampler = sampler_of(ql.SGHMC, lr=1.0, integrator="splitting", weights="fixed10.6", temperature=0.0)
+    assert sampler.diagnose().total.below is not None
 
 
 def test_velocities_that_are_too_coarse_get_16_bits() -> None:

@@ -6,6 +6,7 @@ search for better settings. Of large parameters evenly spaced rows are measured.
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from .._dtensor import local
+from .._validate import check_number
 from ..quantization import operators, random
 from ..quantization.qtensor import decoded_as
 from ..quantization.random import Key
@@ -161,7 +163,8 @@ def diagnose_parameters(measured: Sequence[Measured], tolerance: float = TOLERAN
     parts = []
     for case, zeros, width in measured:
         found = ParameterDiagnosis.of(
-            case.name, str(case.grid), case.sums, gap_over_width=None, saturated=case.saturated, zero_gradients=zeros,
+            case.name, str(case.grid), case.sums, has_shares=not case.proposal.noisy_by_velocity_alone,
+            gap_over_width=None, saturated=case.saturated, zero_gradients=zeros,
             suffices=least_format(case, tolerance) if case.proposal.noisy else None, kinetic=case.kinetic,
         )  # fmt: skip
         parts.append(_with_width(found, width))
@@ -176,7 +179,8 @@ def _total(parts: Sequence[ParameterDiagnosis], noisy: Sequence[Case]) -> Parame
     formats = dict.fromkeys(part.format for part in parts)
     shares: dict[str, Any] = {name: total_share(parts, name) for name in ("saturated", "zero_gradients", "kinetic")}
     name = next(iter(formats)) if len(formats) == 1 else "several"
-    found = ParameterDiagnosis.of("all", name, total_sums(noisy), gap_over_width=None, **shares)
+    has_shares = not any(case.proposal.noisy_by_velocity_alone for case in noisy)
+    found = ParameterDiagnosis.of("all", name, total_sums(noisy), has_shares=has_shares, gap_over_width=None, **shares)
     return replace(found, size=sum(part.size for part in parts))
 
 
@@ -203,33 +207,53 @@ def _root_mean_square(parts: Sequence[tuple[int, float | None]]) -> float | None
     return float((sum(n * (w or 0.0) ** 2 for n, w in parts) / sum(n for n, _ in parts)) ** 0.5)
 
 
-def name_widths(names: Sequence[str], widths: Mapping[str, Tensor] | None) -> list[float | None]:
-    """Return the root mean square of each parameter's posterior width; raise ValueError if one was given for no parameter."""
+def read_widths(
+    params: Sequence[tuple[str, Tensor]], widths: Mapping[str, Tensor | float] | None
+) -> list[float | None]:
+    """Return the root mean square of each parameter's posterior width; raise unless what was given are widths of parameters."""
     if widths is None:
-        return [None] * len(names)
-    if unknown := sorted(set(widths) - set(names)):
-        raise ValueError(f"widths has no parameter for {unknown[0]!r}; names are such as {names[0]!r}")
-    return [float(widths[name].double().square().mean().sqrt()) if name in widths else None for name in names]
+        return [None] * len(params)
+    if not isinstance(widths, Mapping):
+        example = f"{{{params[0][0]!r}: 0.1}}"
+        raise TypeError(
+            f"widths must be a mapping from the names of parameters, such as {example}, got {widths!r:.100}"
+        )
+    if unknown := [*widths.keys() - {name for name, _ in params}]:
+        raise ValueError(f"widths has no parameter for {unknown[0]!r}; names are such as {params[0][0]!r}")
+    return [_read_width(name, p, widths[name]) if name in widths else None for name, p in params]
+
+
+def _read_width(name: str, p: Tensor, width: Tensor | float) -> float:
+    """Return the root mean square of the width of one parameter's weights."""
+    if isinstance(width, numbers.Real):
+        return check_number(f"the width of {name}", width)
+    wanted = f"the width of {name} must be a tensor of its shape {tuple(p.shape)}, or a number for all of its weights"
+    if not isinstance(width, Tensor):
+        raise TypeError(f"{wanted}, got a {type(width).__name__}")
+    if width.dim() and width.shape not in (p.shape, local(p).shape):
+        raise ValueError(f"{wanted}, got shape {tuple(width.shape)}")
+    return float(width.double().square().mean().sqrt())
 
 
 # ---- what it needs of a sampler
 
 
 def diagnose_sampler(
-    sampler: Keeper, model: nn.Module | None, widths: Mapping[str, Tensor] | None, tolerance: float
+    sampler: Keeper, model: nn.Module | None, widths: Mapping[str, Tensor | float] | None, tolerance: float
 ) -> Diagnosis:
     """Return the diagnosis of a sampler's chain, of the shards that this process holds."""
     measured = [*measure_sampler(sampler, model, widths)]
     if not measured:
         raise RuntimeError(
-            "there are no gradients to diagnose: call diagnose() after backward() and before zero_grad(), or after a step"
+            "there are no gradients to diagnose: call diagnose() after backward() and before zero_grad(), or after a step. A "
+            "checkpoint holds no gradients: after loading one, run one more forward and backward pass, then call diagnose()"
         )
     return diagnose_parameters(measured, tolerance)
 
 
 @torch.no_grad()
 def measure_sampler(
-    sampler: Keeper, model: nn.Module | None = None, widths: Mapping[str, Tensor] | None = None
+    sampler: Keeper, model: nn.Module | None = None, widths: Mapping[str, Tensor | float] | None = None
 ) -> Iterator[Measured]:
     """Yield the parameters that have a gradient, or of which rows of one were kept."""
     sampler.check()
@@ -237,7 +261,8 @@ def measure_sampler(
     everyone = [(p, group) for group in sampler.param_groups for p in group["params"]]
     own = [name for group in sampler.param_groups for name in group.get("param_names", [None] * len(group["params"]))]
     names = [called.get(p) or own[i] or f"parameter {i}" for i, (p, _) in enumerate(everyone)]
-    for (p, group), name, width in zip(everyone, names, name_widths(names, widths), strict=True):
+    found_widths = read_widths([(name, p) for name, (p, _) in zip(names, everyone, strict=True)], widths)
+    for (p, group), name, width in zip(everyone, names, found_widths, strict=True):
         theta, state, settings = local(p), sampler.state[p], StepSettings.from_group(group)
         found = None if has_no_numbers(p) or not theta.numel() else _gradient(sampler, p, state, settings)
         if found is not None:

@@ -14,6 +14,7 @@ __all__ = ["HEAD", "MOST_SATURATED", "TOLERANCE", "Diagnosis", "ParameterDiagnos
 
 TOLERANCE = 1.1  # inflation of the effective temperature that passes for none
 MOST_SATURATED = 0.01  # share of weights at an end of the range
+LEAST_NAMED = MOST_SATURATED  # share of weights that the verdict does not pass over: it lets as many saturate
 SHOWN = 20  # parameters in a table
 
 
@@ -49,18 +50,22 @@ class Sums(NamedTuple):
 
 @dataclass(frozen=True)
 class ParameterDiagnosis:
-    """Figures of one parameter, or of all; shares are of its weights."""
+    """Figures of one parameter, or of all; shares are of its weights.
+
+    Where all noise comes by way of the velocity, as in SGHMC's splitting, a weight has no v of its own given its velocity, and
+    ``above``, ``between`` and ``below`` are None.
+    """
 
     name: str
     size: int
     """Weights."""
     format: str
     """Grid that takes the steps: of the accumulator if there is one, else of the weights."""
-    above: float
+    above: float | None
     """Share with v > v_0 = Δ²/4: limited by the noise, any drift has the right variance."""
-    between: float
+    between: float | None
     """Share with v_s <= v <= v_0: the corrected rounding has the right variance."""
-    below: float
+    below: float | None
     """Share with v < v_s: limited by the grid, no unbiased rounding has as little variance as v."""
     inflation: float | None
     """Mean of the step's variance over v, by which the effective temperature is too high; None without noise."""
@@ -85,17 +90,17 @@ class ParameterDiagnosis:
     """Mean square of SGHMC's velocities over T/N: rounding, minibatch noise and the length of the step together."""
 
     @classmethod
-    def of(cls, name: str, format: str, sums: Sums, **more: Any) -> ParameterDiagnosis:
-        """Return the figures of sums."""
+    def of(cls, name: str, format: str, sums: Sums, *, has_shares: bool = True, **more: Any) -> ParameterDiagnosis:
+        """Return the figures of sums; without shares if v says nothing of the grid."""
         mean = Sums(*(x / sums.size if sums.size else 0.0 for x in sums))
         noisy = mean.noise > 0
         return cls(
             name=name,
             size=round(sums.size),
             format=format,
-            above=mean.above,
-            between=max(0.0, 1 - mean.above - mean.below),
-            below=mean.below,
+            above=mean.above if has_shares else None,
+            between=max(0.0, 1 - mean.above - mean.below) if has_shares else None,
+            below=mean.below if has_shares else None,
             inflation=mean.inflation if noisy else None,
             resolution=mean.resolution if noisy else None,
             drift=math.sqrt(mean.drift / mean.gap) if mean.gap else None,
@@ -141,9 +146,20 @@ class Diagnosis:
     @property
     def sufficient(self) -> bool:
         """True if the effective temperature is that asked for, up to the tolerance, and hardly a weight saturates."""
-        inflation = self.total.inflation
-        kept = inflation is None or 1 / self.tolerance <= inflation <= self.tolerance
-        return kept and self.total.saturated <= MOST_SATURATED
+        return self._passes(self.total.inflation) and self.total.saturated <= MOST_SATURATED
+
+    def _passes(self, inflation: float | None) -> bool:
+        return inflation is None or 1 / self.tolerance <= inflation <= self.tolerance
+
+    def _find_hidden(self) -> ParameterDiagnosis | None:
+        """Return the parameter that is furthest from the temperature asked for, if the average over all weights hides it.
+
+        None if all pass that have at least a hundredth of the weights.
+        """
+        large = [
+            p for p in self.parameters if p.size >= LEAST_NAMED * self.total.size and not self._passes(p.inflation)
+        ]
+        return max(large, key=_distance) if large and self.sufficient else None
 
     def to_dict(self) -> dict[str, Any]:
         """Return all of it as numbers, texts and lists, for JSON."""
@@ -151,17 +167,18 @@ class Diagnosis:
 
     @property
     def summary(self) -> str:
-        """The verdict in one sentence."""
+        """The verdict in a sentence or two."""
         t = self.total
         if t.inflation is None:
             return "Temperature 0: there is no noise for the grid to spoil; the chain is SGD."
-        many = f"{t.below:.0%} of the weights are limited by the grid"
+        many = "" if t.below is None else f"; {t.below:.0%} of the weights are limited by the grid"
         if t.saturated > MOST_SATURATED:
-            return f"The range does not suffice: {t.saturated:.1%} of the weights are at an end of it; {many}."
+            return f"The range does not suffice: {t.saturated:.1%} of the weights are at an end of it{many}."
         also = "" if t.kinetic is None else f" Velocities are at {t.kinetic:.3g} times the temperature asked for."
         if self.sufficient:
-            return f"The bits suffice: the effective temperature is {t.inflation:.3g} times the one asked for.{also}"
-        found = f"the effective temperature is {t.inflation:.3g} times the one asked for; {many}"
+            found = f"The bits suffice: the effective temperature is {t.inflation:.3g} times the one asked for."
+            return f"{found}{_describe_hidden(self._find_hidden())}{also}"
+        found = f"the effective temperature is {t.inflation:.3g} times the one asked for{many}"
         return f"The bits do not suffice: {found}.{also}"
 
     def __str__(self) -> str:
@@ -189,14 +206,28 @@ HEAD = (
 
 def _cells(p: ParameterDiagnosis) -> tuple[str, ...]:
     """Return one row of the table."""
-    shares = (f"{x:.0%}" for x in (p.above, p.between, p.below))
-    numbers = (_number(x) for x in (p.inflation, p.resolution, p.drift, p.noise, p.gap_over_width))
-    zeros = "—" if p.zero_gradients is None else f"{p.zero_gradients:.0%}"
-    return (p.name, p.format, str(p.size), *shares, *numbers, f"{p.saturated:.1%}", zeros, p.suffices or "—")
+    above, between, below, zeros = (_number(x, ".0%") for x in (p.above, p.between, p.below, p.zero_gradients))
+    numbers = (_number(x, ".3g") for x in (p.inflation, p.resolution, p.drift, p.noise, p.gap_over_width))
+    last = (f"{p.saturated:.1%}", zeros, p.suffices or "—")
+    return (p.name, p.format, str(p.size), above, between, below, *numbers, *last)
 
 
-def _number(x: float | None) -> str:
-    return "—" if x is None else f"{x:.3g}"
+def _number(x: float | None, format: str) -> str:
+    return "—" if x is None else f"{x:{format}}"
+
+
+def _distance(p: ParameterDiagnosis) -> float:
+    """Return by which factor a parameter's effective temperature is off, to either side."""
+    inflation = 1.0 if p.inflation is None else max(p.inflation, 1e-300)
+    return max(inflation, 1 / inflation)
+
+
+def _describe_hidden(p: ParameterDiagnosis | None) -> str:
+    """Return the sentence about a parameter that the average hides; empty if there is none."""
+    if p is None:
+        return ""
+    needs = "" if p.suffices is None else f", and needs {p.suffices}"
+    return f" On average: {p.name} is at {p.inflation:.3g}{needs}."
 
 
 def total_share(parts: Sequence[ParameterDiagnosis], name: str) -> float | None:

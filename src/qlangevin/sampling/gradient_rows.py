@@ -1,7 +1,7 @@
 """A few rows of each gradient, kept now and then for `SGLD.diagnose`: a sampler that steps in backward leaves no gradients.
 
-To keep rows is one copy of at most a few thousand numbers, before steps 1, 101, 201, ... What they mean is computed only when
-somebody asks.
+To keep rows is one copy of at most a few thousand numbers, before steps 1, 101, 201, ... and the first one after a state was
+loaded, which has none. What they mean is computed only when somebody asks.
 """
 
 from __future__ import annotations

@@ -161,6 +161,7 @@ class Keeper(Optimizer):
             return
         self._counts.undo()
         self._counts.tell(self.state)
+        self._kept.clear()  # it may hold rows of that gradient; the next step keeps others
         stepped = "it was not changed by that step, nor any parameter"
         if not self.step_in_backward:
             stepped = "no parameter was changed by that step, nor"

@@ -221,16 +221,21 @@ class Sampler(Stepper):
             return sum(count_saturated(decoded(p), settings.weights_format(p)) for p, settings in each)
 
     def diagnose(
-        self, model: nn.Module | None = None, widths: Mapping[str, Tensor] | None = None, tolerance: float = TOLERANCE
+        self,
+        model: nn.Module | None = None,
+        widths: Mapping[str, Tensor | float] | None = None,
+        tolerance: float = TOLERANCE,
     ) -> Diagnosis:
         """Tell which weights are limited by the noise and which by the grid, and what would repair it; printable as a table.
 
         It takes the gradients as they are, after ``backward`` and before ``zero_grad``; of a parameter that has none, as with
-        ``step_in_backward``, some rows that were kept before steps 1, 101, 201, ... It changes nothing, and waits for devices.
+        ``step_in_backward``, some rows that were kept before steps 1, 101, 201, ... and the first one after a state was loaded,
+        which holds no gradients. It changes nothing, and waits for devices.
 
         Args:
             model: names the parameters.
-            widths: the posterior's standard deviation of each weight, by the names of the parameters, if it is known.
+            widths: the posterior's standard deviation of each weight, by the names of the parameters, if it is known: tensors of
+                the parameters' shapes, or a number for all weights of a parameter.
             tolerance: the inflation of the effective temperature that passes for none; it decides what is advised.
         """
         return diagnose_sampler(self, model, widths, tolerance)

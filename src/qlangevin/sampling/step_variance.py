@@ -54,6 +54,11 @@ class Proposal(NamedTuple):
         """True if the step adds noise, be it by way of the velocity alone."""
         return float((self.variance if self.noise is None else self.noise).max()) > 0
 
+    @property
+    def noisy_by_velocity_alone(self) -> bool:
+        """True if all noise comes by way of the velocity: given it, a weight draws none that its grid could be compared with."""
+        return self.noisy and not float(self.variance.max()) > 0
+
     def scaled(self, factor: float) -> Proposal:
         """Return the proposal of SGLD at another learning rate: drift and variance are proportional to it."""
         return Proposal(self.theta, self.drift * factor, self.variance * factor)

@@ -156,7 +156,7 @@ class Stepper(Keeper):
                 beside = [(what, self.state[p][key], format) for what, key, format in kept if key in self.state[p]]
                 self._watch.look(theta, gradient, plan.settings, step, name, wait=not plan.late, beside=beside)
                 rescale_moments(self.state[p], gradient, plan.settings, self._clear_on(plan, p))
-            if (self._keeps_next or is_kept(step)) and not has_no_numbers(p):
+            if (self._keeps_next or is_kept(step) or p not in self._kept) and not has_no_numbers(p):
                 most = plan.group.get("max_grad_norm")
                 self._kept[p] = keep_rows(
                     gradient if most is None else clip_to_norm(gradient, p, most, wait=not plan.late)
