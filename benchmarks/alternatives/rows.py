@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -76,6 +75,11 @@ class Work:
 
 def sgd(work: Work) -> Made:
     return work.chain("sgdfp")
+
+
+def sgd_estimated(work: Work) -> Made:
+    """The same network with batch normalization as rounded copies and SWAG have it: so they can be compared."""
+    return replace(sgd(work), batch_norm=True)
 
 
 def nearest(work: Work) -> Made:
@@ -195,8 +199,10 @@ def _with_sampler(
     return Made([folder], schedule.total_steps)
 
 
+ESTIMATED = "SGD, batch normalization estimated"  # of networks that have some
 ROWS: dict[str, Callable[[Work], Made]] = {
     "SGD": sgd,
+    ESTIMATED: sgd_estimated,
     "SGD, rounded to bfp8 after training": nearest,
     f"{COPIES} stochastic roundings of SGD to bfp8 (LPE-BSR)": copies,
     f"{COPIES} stochastic roundings of SGD to {FEW_BITS} (LPE-BSR)": copies_in_few_bits,
@@ -211,8 +217,3 @@ ROWS: dict[str, Callable[[Work], Made]] = {
     "VC SGLDLP-L with RMS gains, 8 bits": rms,
     "VC SGHMC, splitting, 8 bits": sghmc,
 }
-
-
-def read(path: Path) -> dict[str, Any]:
-    """Return scores that were computed before."""
-    return json.loads(path.read_text()) if path.exists() else {}

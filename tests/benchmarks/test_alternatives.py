@@ -78,12 +78,48 @@ def test_all_rows_of_a_small_experiment(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(stores, "DRAWS", 3)
     alternatives.main()
     found = json.loads((tmp_path / "scores.json").read_text())["rows"]
-    assert found.keys() == rows.ROWS.keys()
+    assert found.keys() == rows.ROWS.keys() - {rows.ESTIMATED}  # without batch normalization it is SGD
     assert found["deep ensemble of 5, SGD"]["0"]["samples"] == 5
     assert found["deep ensemble of 5, SGD"]["0"]["steps"] == 5 * found["SGD"]["0"]["steps"]
     assert found["SGD, rounded to bfp8 after training"]["0"]["bytes"] < found["SGD"]["0"]["bytes"]
     assert found["SGD with momentum"]["0"]["samples"] == found["SGD with RMS gains"]["0"]["samples"] == 1
     assert all(0 <= seeds["0"]["error"] <= 1 for seeds in found.values())
+
+
+def test_scores_of_other_settings_are_not_mixed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved = {"settings": Digits(method="sgdfp", temperature=0.001, epochs=2).to_json(), "rows": {"SGD": {"0": {}}}}
+    (tmp_path / "scores.json").write_text(json.dumps(saved))
+    assert alternatives.read_scores(
+        tmp_path / "scores.json", Digits(method="sgdfp", temperature=0.001, epochs=2, seed=3)
+    )
+    monkeypatch.setattr(sys, "argv", ["alternatives", "digits", "--out", str(tmp_path), "--option", "epochs=20"])
+    with pytest.raises(SystemExit, match=r"epochs is 2 there and 20 here\. Choose another --out"):
+        alternatives.main()
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("epoch=5", "is not a setting of digits"),
+        ("epochs", "is not a setting of digits"),
+        ("format=bfp8", "choose methods and formats by --rows"),
+        ("epochs=many", "epochs must be an integer"),
+    ],
+)
+def test_wrong_options_are_named(
+    option: str, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["alternatives", "digits", "--option", option])
+    with pytest.raises(SystemExit, match="2"):
+        alternatives.main()
+    assert message in capsys.readouterr().err
+
+
+def test_networks_with_batch_normalization_have_a_row_that_estimates_it_anew(tmp_path: Path) -> None:
+    config = Digits(method="sgdfp", **SMALL)  # type: ignore[arg-type]
+    assert rows.sgd_estimated(rows.Work(config, tmp_path)) == replace(
+        rows.sgd(rows.Work(config, tmp_path)), batch_norm=True
+    )
 
 
 def test_the_language_reference_is_cut_into_texts_as_long_as_reviews(tmp_path: Path) -> None:

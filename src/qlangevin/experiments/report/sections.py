@@ -85,7 +85,7 @@ def build_document(results: Sequence[Result], heading: str, lead: Sequence[Block
     sections = []
     for names, (section, tables) in TABLES.items():
         if shared := {name: experiments[name] for name in names if name in experiments}:
-            shown = [({n: shared[n] for n in own if n in shared}, *table) for own, *table in tables]
+            shown = [({n: shared[n] for n in own if n in shared}, scores, text) for own, scores, text in tables]
             blocks = [paper_table(*table) for table in shown if table[0]]
             remarks = [note for name in shared for note in _remarks(shared[name], name)]
             unmixed = [note for name in shared for note in _warn(shared[name], f"{title(name)}: ")]
