@@ -53,7 +53,7 @@ CIFAR10 = --limit-train 10000 --width 8 --epochs 40 --samples 20 --cycles 4
 IMDB = --length 48 --hidden 64 --epochs 8 --limit-test 5000 --seeds 0 1 2 3 4
 COLD = --methods sgldfp sgldlp-f naive-sgldlp-l vc-sgldlp-l --temperature 0.001
 
-reproduce: $(VENV)/.ready-demo
+reproduce: $(VENV)/.ready-test-ecosystem $(VENV)/.encoder
 	$(VENV)/bin/qlangevin run gaussian --full
 	$(VENV)/bin/qlangevin bound
 	$(VENV)/bin/qlangevin sweep mnist-logistic
@@ -98,10 +98,6 @@ INSTALL = rm -rf build/native/CMakeCache.txt build/native/CMakeFiles/[0-9]* && \
 $(VENV)/.tools: constraints.txt | $(VENV)/bin/python
 	@echo 'Installing into $(VENV); the first time takes a minute or two.'
 	@$(PIP) scikit-build-core nanobind cmake ninja
-	@touch $@
-
-$(VENV)/.ready: $(VENV)/.tools $(INSTALLED)
-	@$(INSTALL) .
 	@touch $@
 
 $(VENV)/.ready-%: $(VENV)/.tools $(INSTALLED)

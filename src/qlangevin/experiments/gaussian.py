@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 __all__ = ["METHODS", "GaussianResult", "GaussianRow", "GaussianSettings", "draw", "run_gaussian"]
 
-RECORDS = 200  # times each chain is recorded; more would add little, since successive records are correlated
+RECORDS = 200  # times that a chain is recorded at least, if it is that long; more add little, as successive ones are correlated
 MAX_STEPS = 10**8
 
 Step: TypeAlias = Callable[[Tensor, float, Tensor, Format, Key], Tensor]  # (θ, α, 2α, format, key) -> θ'
@@ -197,7 +197,7 @@ def _gather_rows(mine: dict[int, tuple[GaussianRow, Tensor]], ranks: Ranks) -> d
 def _sample(
     name: str, alpha: float, settings: GaussianSettings, key: Key, progress: Callable[[str, int], None]
 ) -> Tensor:
-    """Return the chains after burn-in, at up to `RECORDS` evenly spaced times: (times, chains)."""
+    """Return the chains after burn-in, at evenly spaced times, from `RECORDS` to nearly twice as many: (times, chains)."""
     format, step = parse(settings.format), METHODS[name]
     variance = torch.tensor(2 * alpha)
     theta = quantize(random.normal(key, settings.parallel), format, "nearest")

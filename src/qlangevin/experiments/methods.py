@@ -25,7 +25,7 @@ class Method:
     """Settings that distinguish one method from another."""
 
     name: str
-    """Name in the paper."""
+    """Name on pages: the paper's, where it has one; cSGLDLP-F is cSGLD-F there."""
     noise: bool = True
     """Add Langevin noise; without it the method is SGD."""
     low_precision: bool = True

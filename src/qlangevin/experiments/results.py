@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from ..storage.files import parse_json, read
-from .config import CHANGE_NO_NUMBER, MAY_DIFFER_IN_SEEDS
+from .config import CHANGE_NO_NUMBER
 from .convergence import chain_lengths, describe_non_convergence
 
 __all__ = [
@@ -27,7 +27,6 @@ RESULT = "result.json"
 LARGE = 1e300  # beyond it sums may overflow
 LIMIT = 1_000_000_000  # bytes of a collection
 MOST = 5  # files named in one message
-INCIDENTAL = MAY_DIFFER_IN_SEEDS
 LATER = {"chains": 1, "wire": None}  # settings that older results lack, and their values then
 
 Result: TypeAlias = dict[str, Any]
@@ -60,7 +59,6 @@ def _or_null(test: Test) -> Test:
 
 # (check, words that follow "must be")
 TEXT = (_text, "a text that is not empty")
-NUMBER = (_number, "a finite number")
 AMOUNT = (lambda value: _number(value) and value >= 0, "a finite number that is not negative")
 WHOLE = (_whole, "an integer that is not negative")
 COUNT = (lambda value: _whole(value) and value > 0, "an integer above 0")

@@ -11,9 +11,7 @@ draws of the prior.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -29,8 +27,6 @@ __all__ = ["GRID", "NOISE", "Features", "Network", "Sampled", "Schedule", "make_
 NOISE = 0.15
 RECORDS = 40  # of each chain, after burn-in
 GRID = torch.linspace(-2.5, 2.5, 101, device="cpu")
-
-Gradient: TypeAlias = Callable[[Tensor], Tensor]  # of U/N, for weights (chain, weight)
 
 
 def make_data() -> tuple[Tensor, Tensor]:

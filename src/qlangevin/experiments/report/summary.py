@@ -8,8 +8,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
+from ..config import MAY_DIFFER_IN_SEEDS
 from ..methods import METHODS, method_name
-from ..results import INCIDENTAL, LATER, Result
+from ..results import LATER, Result
 from .paper import FAMILIES, ROWS, TITLES
 
 __all__ = [
@@ -169,7 +170,7 @@ def mixtures(cells: Cells) -> list[str]:
     lines = []
     for (method, format), runs in cells.items():
         settings = [run["settings"] for run in runs]
-        names = dict.fromkeys(name for s in settings for name in s if name not in INCIDENTAL)
+        names = dict.fromkeys(name for s in settings for name in s if name not in MAY_DIFFER_IN_SEEDS)
         odd = [f"{name} ({', '.join(values)})" for name in names if len(values := _values(settings, name)) > 1]
         if odd:
             lines.append(f"{method_name(method)} in {format} is averaged over runs with different {', '.join(odd)}")
