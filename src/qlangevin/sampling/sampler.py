@@ -19,6 +19,7 @@ from .diagnose import diagnose_sampler
 from .diagnosis import TOLERANCE, Diagnosis
 from .given import has_unused_center, spread_over_groups, take_from_group
 from .grad_scale import divide_gradients, takes_scaled_gradients
+from .group_names import check_names
 from .in_backward import drop_passes, read_options, refuse_pass
 from .interrupts import Uninterrupted
 from .prior import resolve_prior
@@ -54,7 +55,8 @@ class Sampler(Stepper):
         StepSettings.from_group(defaults)
         self._begin_watching()
         groups = spread_over_groups(params, given)
-        for group in groups if isinstance(groups, list) else ():  # all of them, before the first is put on its grid
+        for i, group in enumerate(groups if isinstance(groups, list) else ()):  # all, before the first is on its grid
+            check_names(group, i)
             own = self._settings_of(group, defaults)
             take_from_group(group, own)
             if has_unused_center(group, own):
@@ -70,6 +72,7 @@ class Sampler(Stepper):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters; those that require gradients are put on their grid at once."""
+        check_names(param_group, len(self.param_groups))
         param_group, given = take_from_group(param_group, self._settings_of(param_group, self.defaults))
         param_group |= resolve_prior(param_group, self.defaults)
         settings = StepSettings.from_group({**self.defaults, **param_group})
