@@ -148,6 +148,7 @@ def test_tyro_names_a_wrong_argument_and_nothing_is_done(
     [
         ("run gaussian --out figure.doc", "--out must end in"),
         ("run digits --samples 100000", "samples must be at most"),
+        ("run digits --epochs 1", "got 50; ask for 12 or fewer (--samples 12), or for more steps (--epochs)"),
         ("run digits --limit-train 1198", "limit_train must be at most 1197, got 1198"),
         ("run digits --resume nowhere", "there is no run in nowhere: it has no config.json"),
         ("run digits --out file", "file is there and holds something else; choose another folder with --out"),

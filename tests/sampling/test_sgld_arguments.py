@@ -1,6 +1,7 @@
 """Settings and gradients that SGLD checks, and the errors for those it refuses."""
 
 import copy
+import inspect
 from typing import Any
 
 import numpy as np
@@ -8,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from qlangevin import SGLD, BlockFloat
+from qlangevin import SGHMC, SGLD, BlockFloat, CyclicalLR
 from tests.helpers.sgld import backward, problem, values
 
 
@@ -20,7 +21,7 @@ from tests.helpers.sgld import backward, problem, values
         ({"num_data": 0}, ValueError, "num_data must be .* got 0"),
         ({"num_data": -5}, ValueError, "got -5"),
         ({"num_data": True}, ValueError, "num_data must be .* a positive integer, got True"),
-        ({"num_data": 2.5}, ValueError, "num_data must be .* a positive integer, got 2.5"),
+        ({"num_data": 2.5}, ValueError, "examples, or of predicted tokens, a positive integer, got 2.5"),
         ({"maximize": "no"}, ValueError, "maximize must be True or False, got 'no'"),
         ({"maximize": 1}, ValueError, "maximize must be True or False, got 1"),
         ({"temperature": -1.0}, ValueError, "temperature must be"),
@@ -68,6 +69,53 @@ def test_weights_that_are_not_finite_are_refused_before_anything_is_changed(
     with pytest.raises(ValueError, match=r"parameter 0 of group 1 \(shape \(3,\)\) holds an infinity or a NaN"):
         sampler.add_param_group({"params": [odd]})
     assert len(sampler.param_groups) == 1
+
+
+@pytest.mark.parametrize("kind", [SGLD, SGHMC])
+def test_num_data_is_said_to_be_an_integer(kind: Any) -> None:
+    assert inspect.signature(kind).parameters["num_data"].annotation == "int"
+
+
+@pytest.mark.parametrize("kind", [SGLD, SGHMC])
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("priorstd", 0.05, "unknown setting 'priorstd'; did you mean 'prior_std'\\?"),
+        ("wieghts", "bfp8", "did you mean 'weights'\\?"),
+        ("momentum", 0.9, "unknown setting 'momentum'; settings of a group are lr, num_data, temperature, "),
+        ("step_in_backward", True, "it holds for all groups: give it to the sampler"),
+    ],
+)
+def test_unknown_settings_of_a_group_are_refused(kind: Any, name: str, value: Any, words: str) -> None:
+    good, odd = (nn.Parameter(torch.full((2,), 0.3)) for _ in range(2))
+    with pytest.raises(ValueError, match=f"parameter group 1: .*{words}"):
+        kind([{"params": [good]}, {"params": [odd], name: value}], lr=0.1, num_data=10, weights="bfp8", prior_std=1.0)
+    assert torch.equal(good, torch.full((2,), 0.3))
+    sampler = kind([good], lr=0.1, num_data=10)
+    with pytest.raises(ValueError, match=f"parameter group 1: .*{words}"):
+        sampler.add_param_group({"params": [odd], name: value})
+    assert len(sampler.param_groups) == 1
+
+
+@pytest.mark.parametrize("kind", [SGLD, SGHMC])
+def test_a_group_may_have_what_torch_and_its_users_note_there(kind: Any) -> None:
+    """Groups that schedulers have written to make another sampler, and are loaded into one."""
+    a, b = (nn.Parameter(torch.full((2,), 0.3)) for _ in range(2))
+    groups: list[dict[str, Any]] = [{"params": [("a", a)], "name": "first", "lr_scale": 0.5}, {"params": [("b", b)]}]
+    sampler = kind(groups, lr=0.1, num_data=10, mask={"a": torch.tensor([True, False])})
+    CyclicalLR(sampler, 10, 2, 1, exploration_temperature=0.0)
+    torch.optim.lr_scheduler.OneCycleLR(sampler, max_lr=0.1, total_steps=10, cycle_momentum=False)
+    torch.optim.swa_utils.SWALR(sampler, swa_lr=0.05)
+    plain = [
+        {**group, "params": [*zip(group["param_names"], group["params"], strict=True)]}
+        for group in sampler.param_groups
+    ]
+    other = kind(plain, lr=0.1, num_data=10)
+    assert other.param_groups[0]["swa_lr"] == 0.05
+    state = sampler.state_dict()
+    state["param_groups"][0]["what_an_earlier_release_kept"] = 1
+    other.load_state_dict(state)
+    assert other.param_groups[0]["initial_temperature"] == 1.0
 
 
 def test_true_is_not_one_even_after_one_was_accepted() -> None:

@@ -274,10 +274,9 @@ class CyclicalLR(Schedule):
         shortest = self.total_steps // self.cycles
         left = shortest - _first_step_at(self.exploration, shortest)
         if samples > left:
-            raise ValueError(
-                f"samples_per_cycle must be at most {left}, the steps that exploration={self.exploration} leaves of the "
-                f"shortest cycle, which has {shortest}; got {samples}"
-            )
+            most = f"the steps that exploration={self.exploration} leaves of the shortest cycle, which has {shortest}"
+            remedy = _remedy(left, "--cycle-samples", "fewer cycles, more steps (--epochs) or less exploration")
+            raise ValueError(f"samples_per_cycle must be at most {left}, {most}, got {samples}; {remedy}")
         ends = [c * self.total_steps // self.cycles for c in range(1, self.cycles + 1)] if samples else []
         begins = [
             begin + _first_step_at(self.exploration, end - begin) for begin, end in zip([0, *ends], ends, strict=False)
@@ -328,13 +327,17 @@ def _plan_after_burn_in(total_steps: int, samples: int, burn_in: float) -> dict[
     total_steps, samples = check_integer("total_steps", total_steps, 1), check_integer("samples", samples, 0)
     burn_in = check_fraction("burn_in", burn_in)
     begin = _first_step_at(burn_in, total_steps)
-    if samples > total_steps - begin:
-        raise ValueError(
-            f"samples must be at most {total_steps - begin}, the steps that burn_in={burn_in} leaves of {total_steps}, "
-            f"got {samples}"
-        )
+    if samples > (left := total_steps - begin):
+        most = f"the steps that burn_in={burn_in} leaves of {total_steps}"
+        remedy = _remedy(left, "--samples", "more steps (--epochs) or a smaller burn_in")
+        raise ValueError(f"samples must be at most {left}, {most}, got {samples}; {remedy}")
     moments = _space_evenly(begin, total_steps, samples)
     return {"moments": moments, "total_steps": total_steps, "samples": samples, "burn_in": burn_in}
+
+
+def _remedy(left: int, option: str, other: str) -> str:
+    """Return what to do about too many samples, in Python and, in parentheses, on the command line."""
+    return f"ask for {left} or fewer ({option} {left}), or for {other}" if left else f"ask for {other}"
 
 
 def _space_evenly(begin: int, end: int, count: int) -> list[int]:

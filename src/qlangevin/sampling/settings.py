@@ -61,7 +61,9 @@ class StepSettings:
         count = self.num_data
         is_number = isinstance(count, numbers.Real) and not isinstance(count, bool) and 0 < count < math.inf
         if not (is_number and float(count).is_integer()):
-            raise ValueError(f"num_data must be the number of training examples, a positive integer, got {count!r}")
+            raise ValueError(
+                f"num_data must be the number of training examples, or of predicted tokens, a positive integer, got {count!r}"
+            )
         self._set("num_data", float(count))  # plain numbers, also of NumPy's
         for name in ("lr", "temperature", "weight_decay"):
             self._set(name, check_number(name, getattr(self, name), FLOAT32_MAX))

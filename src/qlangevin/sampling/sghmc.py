@@ -52,7 +52,7 @@ class SGHMC(Sampler):
         self,
         params: ParamsT,
         lr: float,
-        num_data: float,
+        num_data: int,
         *,
         friction: float = 0.1,
         integrator: Integrator = "exact",

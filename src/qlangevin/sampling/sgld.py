@@ -68,7 +68,7 @@ class SGLD(Sampler):
         self,
         params: ParamsT,
         lr: float,
-        num_data: float,
+        num_data: int,
         *,
         temperature: float = 1.0,
         weight_decay: float | None = None,
