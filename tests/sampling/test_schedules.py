@@ -174,7 +174,11 @@ def test_total_steps_must_be_a_positive_integer(make: Any, wrong: Any) -> None:
         (ConstantLR, {"samples": -1}, "samples must be an integer, at least 0, got -1"),
         (ConstantLR, {"samples": True}, "samples must be an integer, at least 0, got True"),
         (ConstantLR, {"samples": 6}, "samples must be at most 5, the steps that burn_in=0.5 leaves of 10, got 6"),
-        (ConstantLR, {"samples": 6}, r"; ask for 5 or fewer \(--samples 5\), or for more steps \(--epochs\) or a smaller burn_in$"),
+        (
+            ConstantLR,
+            {"samples": 6},
+            r"; ask for 5 or fewer \(--samples 5\), or for more steps \(--epochs\) or a smaller burn_in$",
+        ),
         (LinearDecayLR, {"samples": 3}, "samples must be at most 2, the steps that burn_in=0.8 leaves of 10, got 3"),
         (StepDecayLR, {"samples": 1, "burn_in": 1}, "leaves of 10, got 1; ask for more steps"),
         (ConstantLR, {"burn_in": 1.5}, "burn_in must be a fraction, between 0 and 1, got 1.5"),
