@@ -48,6 +48,8 @@ def test_bad_input_is_named(trained: Path, tmp_path: Path, capsys: pytest.Captur
     assert "has no config.json" in refused(["llc", str(tmp_path), *SHORT], capsys)
     assert "fits no parameter" in refused(["llc", str(trained), *SHORT, "--masks", "9.*"], capsys)
     assert "needs n >= 3 data" in refused(["llc", str(trained), *SHORT, "--limit", "2"], capsys)
+    (tmp_path / "config.json").write_text("5")
+    assert "config.json" in refused(["llc", str(tmp_path), *SHORT], capsys)
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
     assert "--text FILE" in refused(["llc", str(tmp_path), *SHORT], capsys)
     assert "No such file" in refused(["llc", str(tmp_path), *SHORT, "--text", str(tmp_path / "none")], capsys)

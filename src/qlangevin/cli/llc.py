@@ -138,7 +138,8 @@ class Llc:
                 "a run of `qlangevin run`"
             )
         about = files.parse_json(files.read(file, f"the configuration {file}"), f"the configuration {file}")
-        return self._open_language_model() if "model_type" in about else self._open_run()
+        language = isinstance(about, dict) and "model_type" in about
+        return self._open_language_model() if language else self._open_run()
 
     def _open_run(self) -> tuple[nn.Module, DataLoader[Any], Loss]:
         """Return the network of a run with its last weights, and the data it was trained on, not augmented."""
