@@ -172,8 +172,8 @@ def test_a_configuration_with_any_other_value_is_valid_or_refused_in_a_sentence(
         ({"experiment": "svhn"}, "this is not the configuration of an experiment"),
         ({"experiment": "digits"}, "of another version of digits: see activations, batch"),
         (Digits().to_json() | {"momentum": 0.9}, "of another version of digits: see momentum$"),
-        (Digits().to_json() | {"format": 8}, "this is not a configuration of digits: a format is"),
-        (Digits().to_json() | {"method": []}, "this is not a configuration of digits"),
+        (Digits().to_json() | {"format": 8}, "this is damaged: a format is"),
+        (Digits().to_json() | {"method": []}, "this is damaged: "),
         (Digits().to_json() | {"lr": "0.1"}, "lr must be a finite number that is not negative, got '0.1'"),
     ],
 )

@@ -1,5 +1,7 @@
 """Folders of runs: finished, of something else, damaged, or in use."""
 
+import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -7,8 +9,11 @@ from typing import Any
 import pytest
 
 from qlangevin.experiments import run
+from qlangevin.experiments.diagnose import diagnose_run
 from qlangevin.experiments.presets import Digits, read_config
 from qlangevin.experiments.run import run_experiment
+from qlangevin.experiments.score import evaluate
+from qlangevin.storage.errors import DamagedError
 from qlangevin.storage.leftovers import temporary_name
 from tests.helpers.experiments import SMALL, TINY, Watch, press
 from tests.helpers.runs import read_files
@@ -76,8 +81,8 @@ def test_a_mistake_leaves_no_folder(changes: dict[str, Any], message: str, tmp_p
     [
         ("", "the configuration .*config.json is damaged"),
         ('{"experiment": "digits", "epochs"', "the configuration .*config.json is damaged"),
-        ("[]", "this is not the configuration of an experiment"),
-        ('{"experiment": "digits"}', "the configuration is of another version of digits"),
+        ("[]", "config.json is not the configuration of an experiment"),
+        ('{"experiment": "digits"}', "config.json is of another version of digits"),
     ],
 )
 def test_a_damaged_configuration_is_noticed(content: str, message: str, tmp_path: Path) -> None:
@@ -88,6 +93,26 @@ def test_a_damaged_configuration_is_noticed(content: str, message: str, tmp_path
     with pytest.raises(ValueError, match=message):
         run_experiment(SMALL, tmp_path / "run")
     assert read_files(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("epochs", "four", "epochs must be an integer, at least 1, got 'four'"),
+        ("method", [], "unhashable"),
+        ("lr", -1, "lr"),
+    ],
+)
+def test_a_setting_that_is_damaged_is_named_with_its_file(
+    name: str, value: object, message: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**SMALL.to_json(), name: value}))
+    readers: list[Callable[[], object]] = [
+        lambda: read_config(tmp_path), lambda: evaluate([tmp_path]), lambda: diagnose_run(tmp_path)
+    ]  # fmt: skip
+    for read in readers:
+        with pytest.raises(DamagedError, match=f"^{tmp_path}/config.json is damaged: .*{message}"):
+            read()
 
 
 def test_what_is_missing_or_damaged_in_a_run_is_noticed(whole: Path, tmp_path: Path) -> None:

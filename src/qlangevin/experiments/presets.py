@@ -24,6 +24,7 @@ from torch.optim.optimizer import Optimizer
 
 from ..sampling.schedules import ConstantLR, LinearDecayLR, Schedule, StepDecayLR
 from ..storage import files
+from ..storage.errors import DamagedError
 from .config import Experiment, PaperRow
 from .data import Data, DatasetName
 from .methods import MethodName
@@ -215,19 +216,19 @@ EXPERIMENTS: dict[str, type[Experiment]] = {
 }
 
 
-def from_json(saved: Any) -> Experiment:
-    """Return the configuration that `Experiment.to_json` wrote."""
+def from_json(saved: Any, what: str = "this") -> Experiment:
+    """Return the configuration that `Experiment.to_json` wrote; ``what`` names it in errors."""
     preset = EXPERIMENTS.get(str(saved.get("experiment"))) if isinstance(saved, dict) else None
     if preset is None:
-        raise ValueError(f"this is not the configuration of an experiment; there are {', '.join(EXPERIMENTS)}")
+        raise ValueError(f"{what} is not the configuration of an experiment; there are {', '.join(EXPERIMENTS)}")
     known = {f.name for f in fields(preset)}
     given = {name: value for name, value in saved.items() if name != "experiment"}
     if wrong := sorted((given.keys() ^ known) - {"chains", "wire"}):  # older versions did not save these
-        raise ValueError(f"the configuration is of another version of {preset.name}: see {', '.join(wrong)}")
+        raise ValueError(f"{what} is of another version of {preset.name}: see {', '.join(wrong)}")
     try:
         return preset(**given)
-    except (TypeError, OverflowError) as error:  # a list for a name, or a number of 400 digits
-        raise ValueError(f"this is not a configuration of {preset.name}: {error}") from None
+    except (TypeError, ValueError, OverflowError) as error:  # a list for a name, or a number of 400 digits
+        raise DamagedError(f"{what} is damaged: {error}") from None
 
 
 def read_config(folder: Path) -> Experiment:
@@ -235,4 +236,5 @@ def read_config(folder: Path) -> Experiment:
     file = folder / CONFIG
     if not file.exists():
         raise ValueError(f"there is no run in {folder}: it has no {CONFIG}")
-    return from_json(files.parse_json(files.read(file, f"the configuration {file}"), f"the configuration {file}"))
+    what = f"the configuration {file}"
+    return from_json(files.parse_json(files.read(file, what), what), str(file))
