@@ -214,6 +214,13 @@ NAN[1, 1] = math.nan
         (P.T, Y, r"probabilities \(3, 4\) and labels \(4,\)"),
         (P[0], Y[0], r"probabilities \(3,\) and labels \(\)"),
         (P[:, :1], Y, r"\(4, 1\) have 1 class; for binary labels"),
+        (
+            P[:, :1],
+            Y + 0.5,
+            r"\(4, 1\) have 1 class; evaluate scores classes; for regression see diagnostics.log_likelihood",
+        ),
+        (P[:, :1], P[:, :1] + 3, "got 3.7; evaluate scores classes; for regression see"),
+        (5 * P[:, 0], P[:, 0], "got 0.7; evaluate scores classes; for regression see"),
         (P.log(), Y, "values from -2.996 to -0.1054: these look like logarithms"),
         (P * 0.9, Y, "sum to 1 along dim 1, got 0.9 to 0.9: normalize them"),
         (torch.tensor([3.0]), torch.tensor([1]), "these look like logits; apply sigmoid"),

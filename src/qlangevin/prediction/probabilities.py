@@ -21,6 +21,9 @@ __all__ = [
     "widen",
 ]
 
+REGRESSION = (
+    "evaluate scores classes; for regression see diagnostics.log_likelihood, of a posterior with link='identity'"
+)
 TINY = torch.finfo(torch.float32).tiny  # a p that underflowed counts as this, and its log is -87.3
 
 
@@ -88,10 +91,11 @@ def check_probabilities(probabilities: Tensor, labels: Tensor) -> None:
             wanted += "; if the last dim has the classes, class_dim=-1 says so"
         raise ValueError(f"shapes do not fit: probabilities {shape} and labels {tuple(labels.shape)}; {wanted}")
     if not binary and shape[1] < 2:
-        raise ValueError(f"probabilities {shape} have {shape[1]} class; for binary labels give both the same shape")
+        hint = REGRESSION if labels.is_floating_point() else "for binary labels give both the same shape"
+        raise ValueError(f"probabilities {shape} have {shape[1]} class; {hint}")
     if labels.numel():
-        _check_range(probabilities, binary)
         _check_labels(labels, 2 if binary else shape[1], binary)
+        _check_range(probabilities, binary)
         if binary and len(shape) > 1 and shape[1] > 1 and _sum_to_one(probabilities) and _sum_to_one(labels):
             raise ValueError("these look like probabilities of classes with one-hot labels; give labels.argmax(1)")
 
@@ -120,10 +124,11 @@ def _sum_to_one(x: Tensor) -> bool:
 def _check_labels(y: Tensor, classes: int, binary: bool) -> None:
     wanted = f"labels must be integers from 0 to {classes - 1}"
     if y.is_floating_point() and not binary:  # PyTorch's binary cross entropy wants 0.0 and 1.0
-        raise ValueError(f"{wanted}, got {y.dtype}")
+        raise ValueError(f"{wanted}, got {y.dtype}; {REGRESSION}")
     wrong = y[(y < 0) | (y >= classes) | (y != y.long())]
     if len(wrong):
-        hint = "; ignore_index=-100 leaves such labels out" if wrong[0] == -100 else ""
+        hint = f"; {REGRESSION}" if y.is_floating_point() else ""
+        hint = "; ignore_index=-100 leaves such labels out" if wrong[0] == -100 else hint
         raise ValueError(f"{wanted}, got {wrong[0].item():g}{hint}")
 
 
