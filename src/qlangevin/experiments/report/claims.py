@@ -102,8 +102,8 @@ def _compare(name: str, first: Estimate, second: Estimate) -> str:
     both = f"{score.bare(first)}{unit} against {score.bare(second)}{unit}"
     if chance == math.inf:
         return f"{both}; one seed, so that its standard error is not known"
-    gap = score.number(abs(first.mean - second.mean))
-    return f"{both}; difference {gap}{unit}, chance explains {score.number(chance)}{unit}"
+    gap, points = score.number(abs(first.mean - second.mean)), " percentage points" if score.percent else ""
+    return f"{both}; difference {gap}, chance explains {score.number(chance)}{points}"
 
 
 def _against_full(experiment: str, cells: Cells, format: str, names: Iterable[str]) -> Iterator[Claim]:
