@@ -224,6 +224,40 @@ def test_a_store_is_taken_back_to_its_checkpoint(tmp_path: Path) -> None:
         assert content(store.path) == before
 
 
+def test_a_store_with_samples_to_be_drawn_again_must_be_given(tmp_path: Path) -> None:
+    """Appending would fail some steps later, or store samples twice."""
+    run = make()
+    with ql.SampleStore.create(tmp_path / "store", run.model, run.sampler, run.schedule) as store:
+        store.append(run.model)
+        run.save(tmp_path, store=store)
+        run.load(tmp_path)  # nothing has come after it
+        run.train(3)
+        store.append(run.model)
+        before = run.state()
+        with pytest.raises(ValueError, match=r"after 1 samples, and the store in .*store, .* has 2: pass it as store="):
+            run.load(tmp_path)
+        assert run.state() == before
+        other = make()
+        other.load(tmp_path)  # of another sampler, to look at
+        ql.load_checkpoint(tmp_path, run.model)
+    run.load(tmp_path)  # nothing can be appended
+    with (
+        ql.SampleStore.open(tmp_path / "store", write=True),
+        pytest.raises(ValueError, match="pass it as store="),
+    ):
+        run.load(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["sampler", "schedule", "loader"])
+def test_a_store_in_the_place_of_another_component_is_named(name: str, tmp_path: Path) -> None:
+    run = make()
+    with ql.SampleStore.create(tmp_path / "store", run.model, run.sampler, run.schedule) as store:
+        parts: dict[str, Any] = {name: store}
+        for call in (ql.save_checkpoint, ql.load_checkpoint):
+            with pytest.raises(TypeError, match=f"{name} .* got a SampleStore: this is a store, pass it as store="):
+                call(tmp_path, run.model, **parts)
+
+
 @pytest.mark.parametrize("name", ["sampler", "schedule", "loader", "store"])
 def test_what_is_given_must_have_been_saved(name: str, tmp_path: Path) -> None:
     run = make()

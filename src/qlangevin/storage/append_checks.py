@@ -42,7 +42,10 @@ def check_step(step: int | None, sampler: Optimizer | None, manifest: Manifest) 
         )
     last = manifest.samples[-1].step if manifest.samples else None
     if step is not None and last is not None and step < last:
-        raise ValueError(f"the last sample is of step {last}, this one of step {step}: was the checkpoint not loaded?")
+        raise ValueError(
+            f"the last sample is of step {last}, this one of step {step}: was the checkpoint not loaded, or without store=, "
+            "which removes the samples that came after it?"
+        )
     return step
 
 

@@ -30,7 +30,7 @@ from .leftovers import remove_leftovers
 from .locking import check_locks_of
 from .manifest import TensorInfo, count_steps, is_count
 from .state_json import flatten, random_state, set_random_state, unflatten
-from .store import SampleStore
+from .store import SampleStore, writers_of
 from .tensor_file import check_specs, read_tensors, tensor_chunks
 
 __all__ = ["load_checkpoint", "save_checkpoint"]
@@ -105,7 +105,8 @@ def load_checkpoint(
     Args:
         path: as for `save_checkpoint`.
         model, sampler, schedule, loader: constructed as for the run.
-        store: samples that came after the checkpoint are removed: the run will draw them again, the same to the byte.
+        store: samples that came after the checkpoint are removed: the run will draw them again, the same to the byte. If the
+            store is open for writing and has such samples, it must be given.
         missing_ok: if there is no checkpoint yet, save the first one and return no counters. A store that has samples but no
             checkpoint is an error, and stays as it is.
     """
@@ -122,6 +123,8 @@ def load_checkpoint(
     saved = _read_checkpoint(file)
     _check_fits(saved, model, given)
     samples = _count_shared_samples(saved, store) if store is not None else 0
+    if store is None and sampler is not None:
+        _refuse_forgotten_store(saved, sampler)
     _load_all(saved, model_tensors.unwrap(model), given)
     if store is not None:
         store.truncate(samples)
@@ -178,6 +181,17 @@ def _count_shared_samples(saved: Saved, store: SampleStore) -> int:
         why = "; ".join(odd[:3])[:LONGEST]
         raise ValueError(f"{saved.what} is of another run than the store in {store.path}: {why}")
     return int(count)
+
+
+def _refuse_forgotten_store(saved: Saved, sampler: Optimizer) -> None:
+    """Raise ValueError if the run's store is open for writing, with samples that the run would draw a second time."""
+    count: Any = None if saved.store is None else saved.store.get("samples")
+    for store in writers_of(sampler) if is_count(count) else ():
+        if len(store) > count and _identify_store(store, count) == saved.store:
+            raise ValueError(
+                f"{saved.what} comes after {count} samples, and the store in {store.path}, which is open for writing, has "
+                f"{len(store)}: pass it as store=, so that those are removed that the run will draw again"
+            )
 
 
 def _load_all(saved: Saved, model: nn.Module, given: Mapping[str, Stateful]) -> None:
@@ -246,6 +260,8 @@ def _check_components(model: Any, sampler: Any, schedule: Any, loader: Any) -> d
     all_three = {"schedule": schedule, "loader": loader, "sampler": sampler}
     given = {name: component for name, component in all_three.items() if component is not None}
     for name, component in given.items():
+        if isinstance(component, SampleStore):
+            raise TypeError(f"{name} must have a state_dict, got a SampleStore: this is a store, pass it as store=")
         if not (hasattr(component, "state_dict") and hasattr(component, "load_state_dict")):
             hint = "; qlangevin.Loader is a DataLoader that has" if name == "loader" else ""
             raise TypeError(f"{name} must have a state_dict, which a {type(component).__name__} has not{hint}")

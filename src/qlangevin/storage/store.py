@@ -8,6 +8,7 @@ gives the same bytes. `sample` describes the folder.
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -32,7 +33,9 @@ from .sample import FOLDER, MANIFEST, Sample, Samples
 from .sharing import write_frozen
 from .tensor_file import tensor_chunks
 
-__all__ = ["SampleStore"]
+__all__ = ["SampleStore", "writers_of"]
+
+_writers: weakref.WeakSet[SampleStore] = weakref.WeakSet()
 
 
 class SampleStore(Samples):
@@ -48,6 +51,8 @@ class SampleStore(Samples):
         self._uncertain = False  # whether the manifest on the disk may be another than the one here
         self._warned: set[str] = set()
         self._compared: dict[str, tuple[int, int]] = {}  # what the store refers to; see `identify`
+        if lock is not None:
+            _writers.add(self)
 
     # ---- creating and opening
 
@@ -314,3 +319,9 @@ class SampleStore(Samples):
         refers = self.manifest.select("reference")
         self._base = {name: tensors[name].detach() for name in refers}
         self._compared = identify(tensors, refers)
+
+
+def writers_of(sampler: Optimizer) -> list[SampleStore]:
+    """Return the stores that this process has open for writing and that may be a sampler's: its own, and those of no sampler."""
+    writers = [store for store in list(_writers) if store._lock is not None and store._lock.held]
+    return [store for store in writers if store._sampler in (None, sampler)]
