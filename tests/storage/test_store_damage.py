@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks import fuzz
-from qlangevin import DamagedError
-from tests.helpers.stores import fill_store, is_sample
+from qlangevin import DamagedError, Posterior, SampleStore
+from tests.helpers.stores import build, fill_store, is_sample
 
 
 def damage(path: Path) -> None:
@@ -32,6 +34,32 @@ def test_verify_names_all_damaged_samples(tmp_path: Path) -> None:
         assert is_sample(s[i], i)
     with pytest.raises(DamagedError, match="sample 1 of"):
         s[1].decode()
+
+
+@pytest.mark.parametrize("damaged", [[0], [2], [4], [1, 3], [0, 1, 4]])
+def test_errors_say_how_to_leave_damaged_samples_out(damaged: list[int], tmp_path: Path) -> None:
+    good = [i for i in range(5) if i not in damaged]
+    fill_store(tmp_path / "run", 5)
+    for i in damaged:
+        damage(tmp_path / "run" / "samples" / f"{i:06d}.safetensors")
+    store = SampleStore.open(tmp_path / "run")
+    with pytest.raises(DamagedError) as caught:
+        store.verify()
+    assert f"The other {len(good)} samples of {store.path} are as they were written; to leave" in str(caught.value)
+    calls = str(caught.value).split(" out: store = ")[1]
+    found = Posterior.open(eval(calls.split("Posterior.open(")[1].removesuffix(", model)")), build(), link="identity")
+    assert [sample.index for sample in found.members] == good
+    found.predict(torch.ones(2, 5))
+    if len(damaged) == 1:
+        with pytest.raises(DamagedError, match=re.escape(calls)):
+            Posterior.open(store, build(), link="identity").predict(torch.ones(2, 5))
+
+
+def test_there_is_no_way_around_the_only_sample(tmp_path: Path) -> None:
+    store = fill_store(tmp_path, 1)
+    damage(tmp_path / "samples" / "000000.safetensors")
+    with pytest.raises(DamagedError, match=r"SHA-256 differs\)$"):
+        store[0].decode()
 
 
 @pytest.mark.parametrize("count", [0, 1, 3])

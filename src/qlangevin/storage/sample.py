@@ -28,6 +28,7 @@ from .tensor_file import map_tensors
 __all__ = ["FOLDER", "FROZEN", "MANIFEST", "Sample", "Samples", "chain_folder", "chain_folders"]
 
 MANIFEST, FROZEN, FOLDER = "manifest.json", "frozen.safetensors", "samples"
+MOST_PARTS = 5  # of a store, in a message
 
 
 def chain_folder(run: str | os.PathLike[str], chain: int) -> Path:
@@ -158,14 +159,24 @@ class Samples(Sequence[Sample]):
         problems = []
         for i, record in enumerate(self.manifest.samples):
             try:
-                self._load_sample(i, record)
+                self._read_sample(i, record)
             except (DamagedError, OSError) as error:
-                problems.append(str(error))
+                problems.append((i, str(error)))
         if problems:
             good = len(self.manifest.samples) - len(problems)
-            raise DamagedError(
-                "; ".join(problems) + f". The other {good} samples of {self.path} are as they were written"
-            )
+            others = f"The other {good} samples of {self.path} are as they were written{self._remedy([i for i, _ in problems])}"
+            raise DamagedError(f"{'; '.join(why for _, why in problems)}. {others}")
+
+    def _remedy(self, damaged: Sequence[int]) -> str:
+        """Return how to leave samples out, as the end of a message; nothing if no other is left."""
+        count, begins = len(self.manifest.samples), [0, *(i + 1 for i in damaged)]
+        runs = [*zip(begins, [*damaged, count], strict=True)]
+        parts = [f"store[{begin or ''}:{end if end < count else ''}]" for begin, end in runs if begin < end]
+        if not parts or len(parts) > MOST_PARTS:
+            return ""
+        what = "it" if len(damaged) == 1 else "these"
+        calls = f"store = SampleStore.open({str(self.path)!r}), Posterior.open({' + '.join(parts)}, model)"
+        return f"; to leave {what} out: {calls}"
 
     def _sample_file(self, index: int) -> Path:
         return self.path / FOLDER / f"{index:06d}.safetensors"
@@ -196,6 +207,16 @@ class Samples(Sequence[Sample]):
         self._verified = {i: record for i, record in self._verified.items() if samples[i : i + 1] == (record,)}
 
     def _load_sample(self, index: int, record: Record) -> dict[str, Tensor]:
+        """Return the tensors of a sample, with those that are stored once."""
+        try:
+            tensors = self._read_sample(index, record)
+        except DamagedError as error:
+            raise DamagedError(f"{error}{self._remedy([index])}") from None
+        tensors |= self._load_frozen()
+        return {name: self._base[name] if name in self._base else tensors[name] for name in self.names}
+
+    def _read_sample(self, index: int, record: Record) -> dict[str, Tensor]:
+        """Return the tensors in the file of a sample."""
         what = f"sample {index} of {self.path}"
         specs, infos = self.manifest.stored_specs("parameter", "buffer"), self.manifest.select("parameter", "buffer")
         check_hash = self._verified.get(index) != record
@@ -206,9 +227,9 @@ class Samples(Sequence[Sample]):
             folder.enter(FOLDER) as samples,
         ):
             stored = map_tensors(file, specs, record.digest, what, check_hash, samples)
-        tensors = model_tensors.restore_tensors(stored, infos, what) | self._load_frozen()
+        tensors = model_tensors.restore_tensors(stored, infos, what)
         self._verified[index] = record
-        return {name: self._base[name] if name in self._base else tensors[name] for name in self.names}
+        return tensors
 
     def _load_frozen(self) -> dict[str, Tensor]:
         if self.manifest.frozen is None:
