@@ -37,9 +37,9 @@ def build(seed: int = 0, width: int = 32, packed: bool = False) -> Any:
     return ql.pack(model, "bfp8", frozen=packed)
 
 
-def fill(path: Path, model: Any, frozen: Any = "once", count: int = 3) -> SampleStore:
+def fill(path: Path, model: Any, frozen: Any = "once", count: int = 3, stream: int = 0) -> SampleStore:
     """Sample the adapters for some steps."""
-    sampler = ql.SGLD(model.parameters(), lr=0.01, num_data=100)
+    sampler = ql.SGLD(model.parameters(), lr=0.01, num_data=100, stream=stream)
     generator = torch.Generator().manual_seed(0)
     with SampleStore.create(path, model, sampler, frozen=frozen) as store:
         for _ in range(count):
@@ -150,7 +150,7 @@ def test_a_forged_reference_is_refused(tmp_path: Path) -> None:
 
 
 def test_chains_share_the_file_of_the_base(tmp_path: Path) -> None:
-    stores = [fill(tmp_path / f"chain-{i}", build()) for i in range(3)]
+    stores = [fill(tmp_path / f"chain-{i}", build(), stream=i) for i in range(3)]
     files = [(tmp_path / f"chain-{i}" / "frozen.safetensors").stat() for i in range(3)]
     assert len({about.st_ino for about in files}) == 1
     assert files[0].st_nlink == 3
@@ -189,7 +189,7 @@ def test_file_systems_without_links_have_a_file_for_each_chain(tmp_path: Path, m
 def test_the_base_is_decoded_once_for_all_samples(tmp_path: Path) -> None:
     """Samples of all chains hold the same tensors for it, and vectorized evaluation does not stack them."""
     for i in range(2):
-        fill(tmp_path / f"chain-{i}", build(packed=True))
+        fill(tmp_path / f"chain-{i}", build(packed=True), stream=i)
     for model in (build(packed=True), ql.unpack(build(packed=True))):
         posterior = ql.Posterior.open(tmp_path, model, vectorize=True)
         first, last = posterior._decode_sample(0), posterior._decode_sample(5)
@@ -206,7 +206,10 @@ def test_the_base_is_decoded_once_for_all_samples(tmp_path: Path) -> None:
 def test_chains_that_hold_their_base_and_chains_that_refer_to_it(vectorize: bool, tmp_path: Path) -> None:
     """Each is evaluated with its own base, in any order."""
     model = build()
-    stores = [fill(tmp_path / "held", build(seed=1), "once"), fill(tmp_path / "referred", build(), "reference")]
+    stores = [
+        fill(tmp_path / "held", build(seed=1), "once"),
+        fill(tmp_path / "referred", build(), "reference", stream=1),
+    ]
     expected = [ql.Posterior.open(store, model, vectorize=False).samples(X) for store in stores]
     assert not torch.equal(*expected)
     for order in ([0, 1], [1, 0]):

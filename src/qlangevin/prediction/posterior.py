@@ -25,6 +25,7 @@ from .ensemble import Ensemble, exclusively
 from .export import check_picklable, write_tensors
 from .not_finite import report_not_finite
 from .predictive import Average, Link, Uncertainty, apply_link
+from .shared_noise import warn_of_shared_noise
 from .sources import Source, list_chains
 from .weights import Weights, model_device
 
@@ -105,6 +106,7 @@ class Posterior:
         check_forward(forward)
         chains, loader = list_chains(stores), None if isinstance(batch_norm, str) else batch_norm
         weights = Weights(model_tensors.unwrap(model), chains, loader, forward)
+        warn_of_shared_noise(chains, stacklevel=2)
         return cls(weights, chains, link, noise, vectorize, class_dim)
 
     def __getstate__(self) -> dict[str, Any]:
