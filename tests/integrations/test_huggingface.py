@@ -251,8 +251,12 @@ def test_num_data_that_counts_sentences_instead_of_tokens_is_warned_of(tmp_path:
     model.accepts_loss_kwargs = False  # the Trainer would count labels that are not predicted
     args = arguments(tmp_path / "out", 2, lr_scheduler_type="constant")
     made = trainer(model, args, sentences(), (sampler_of(model), None), SampleCallback(tmp_path / "run", every=1))
-    with pytest.warns(ql.QLangevinWarning, match=r"48 examples of 11 labels .*num_data=528 counts each once"):
+    with pytest.warns(
+        ql.QLangevinWarning, match=r"48 examples of about 11 labels .* N is about 528, going by the"
+    ) as caught:
         made.train()
+    (message,) = {str(one.message) for one in caught if "num_data" in str(one.message)}
+    assert eval(message.split("count it: ")[1], {"trainer": made}) == 528
 
 
 def test_labels_that_are_not_predicted_are_warned_of(tmp_path: Path) -> None:

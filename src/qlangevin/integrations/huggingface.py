@@ -236,7 +236,7 @@ def _check_normalization(model: nn.Module, args: Any, kwargs: dict[str, Any], pa
 
 
 def _check_terms(model: nn.Module, labels: Any, sampler: Stepper, loader: Any) -> None:
-    """Compare N with the number of labels that the loss is a mean over, judged by the first batch."""
+    """Compare N with the number of labels that the loss is a mean over, going by the first batch."""
     if not isinstance(labels, Tensor) or not labels.dim():
         return
     try:
@@ -245,7 +245,9 @@ def _check_terms(model: nn.Module, labels: Any, sampler: Stepper, loader: Any) -
         return  # a stream of data
     valid = _count_predicted(model, labels)
     num_data = [float(group["num_data"]) for group in sampler.param_groups]
-    trainer_checks.check_num_data(num_data, examples, valid / len(labels))
+    shifted = "[:, 1:]" if _is_shifted(model, labels) else ""
+    count = f"sum((b['labels']{shifted} != -100).sum().item() for b in trainer.get_train_dataloader())"
+    trainer_checks.check_num_data(num_data, examples, valid / len(labels), count)
 
 
 def _check_items(model: nn.Module, labels: list[Any], items: float) -> None:
@@ -279,8 +281,13 @@ def _check_attention_dropout(model: nn.Module) -> None:
 
 def _count_predicted(model: nn.Module, labels: Tensor) -> int:
     """Return how many labels of a batch the loss is a mean over."""
-    shifted = labels[:, 1:] if labels.dim() > 1 and _predicts_next(model) else labels
+    shifted = labels[:, 1:] if _is_shifted(model, labels) else labels
     return int((shifted != -100).sum()) if not labels.is_floating_point() else len(labels)
+
+
+def _is_shifted(model: nn.Module, labels: Tensor) -> bool:
+    """Return True if a model predicts each label from those before it, so that the first of a text is not predicted."""
+    return labels.dim() > 1 and _predicts_next(model)
 
 
 def _base_of(model: nn.Module) -> nn.Module:

@@ -112,17 +112,21 @@ def check_length(schedule: object, steps: int, done: int) -> None:
         )
 
 
-def check_num_data(num_data: Sequence[float], examples: int, items_per_example: float) -> None:
-    """Warn if N is far from the number of terms that the loss is the mean of: examples, or tokens that are predicted."""
+def check_num_data(num_data: Sequence[float], examples: int, items_per_example: float, count: str) -> None:
+    """Warn if N is far from the number of terms that the loss is the mean of: examples, or tokens that are predicted.
+
+    ``items_per_example`` is that of the first batch; ``count`` is the code that counts the items of all.
+    """
     terms = examples * items_per_example
     odd = [n for n in num_data if not 0.5 < n / terms < 2]
     if not odd:
         return
-    what = f"{examples} examples"
-    if items_per_example != 1:
-        what += f" of {items_per_example:.4g} labels (tokens) each, which are the N = {terms:.4g} terms of its mean"
-    warn(
-        f"num_data={odd[0]:g}, but the loss is a mean over {what}: the posterior is that of {odd[0] / terms:.3g} times the "
-        f"data; num_data={terms:.0f} counts each once",
-        stacklevel=5,
-    )
+    what, ratio = f"num_data={odd[0]:g}, but the loss is a mean over {examples} examples", f"{odd[0] / terms:.3g}"
+    if items_per_example == 1:
+        message = f"{what}: the posterior is that of {ratio} times the data; num_data={terms:.0f} counts each once"
+    else:
+        message = (
+            f"{what} of about {items_per_example:.4g} labels (tokens) each: the posterior is that of about {ratio} times the "
+            f"data. N is about {terms:.4g}, going by the first batch; count it: {count}"
+        )
+    warn(message, stacklevel=5)
