@@ -56,7 +56,7 @@ def contestants() -> dict[str, Callable[[], Any]]:
             p = torch.nn.Parameter(ql.encode(x, "bfp8") if packed else ql.quantize(x, "bfp8"))
             p.grad = torch.randn(shape)
             weights = None if packed else "bfp8"
-            sampler = ql.SGLD([p], lr=1e-6, num_data=1e6, weights=weights)  # the weights stay where they are
+            sampler = ql.SGLD([p], lr=1e-6, num_data=10**6, weights=weights)  # the weights stay where they are
             found[f"SGLD.step {'packed' if packed else 'plain'} bfp8, {name}"] = sampler.step
     found |= lowered_networks() | training_steps()
     found["kernels_for"] = lambda x=x: kernels_for(x, x)  # type: ignore[misc]

@@ -63,7 +63,7 @@ def test_a_packed_weight_at_the_top_of_its_block_keeps_its_drift() -> None:
     gap, count = 2.0**-6, 1 << 17
     theta = torch.tensor([127.0, 3.0, -127.0, 0.0]) * gap
     p = torch.nn.Parameter(theta.expand(count, 4).contiguous())
-    sampler = ql.SGLD([p], lr=1.0, num_data=1e6, temperature=0, weights="bfp8", seed=3)
+    sampler = ql.SGLD([p], lr=1.0, num_data=10**6, temperature=0, weights="bfp8", seed=3)
     drift = torch.tensor([0.002, 0.001, -0.003, 0.001]) * gap
     p.grad = -drift.expand(count, 4).contiguous()
     sampler.step()

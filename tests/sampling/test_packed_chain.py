@@ -240,5 +240,5 @@ def test_a_view_of_a_packed_tensor_is_refused(view: Callable[[Tensor], Tensor]) 
     q = encode(torch.randn(4, 4, generator=torch.Generator().manual_seed(0)), "fixed8.6")
     p, before = nn.Parameter(view(q)), q.decode()
     with pytest.raises(ValueError, match="it is a view of a packed tensor; only all of it can be stepped"):
-        SGLD([p], 0.01, 1e9, weights="fixed8.6")
+        SGLD([p], 0.01, 10**9, weights="fixed8.6")
     assert torch.equal(q.decode(), before)

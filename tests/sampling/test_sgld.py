@@ -125,7 +125,7 @@ def test_seeds_and_parameters_differ_and_repeat() -> None:
 
 def test_saturated_weights_are_counted() -> None:
     p = nn.Parameter(torch.tensor([0.0, 15.0, -15.0, 3.0]))
-    sampler = SGLD([p], lr=1.0, num_data=1e9, weights="fixed8.3", rounding="nearest")
+    sampler = SGLD([p], lr=1.0, num_data=10**9, weights="fixed8.3", rounding="nearest")
     assert sampler.saturated() == 0
     p.grad = torch.tensor([0.0, -100.0, 100.0, 0.0])
     sampler.step()

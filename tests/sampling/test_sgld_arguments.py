@@ -140,7 +140,7 @@ def test_numpys_numbers_are_numbers() -> None:
 
 def test_settings_changed_by_hand_are_checked_and_followed() -> None:
     p = nn.Parameter(torch.full((3,), 0.3))
-    sampler = SGLD([p], 0.1, 1e9, temperature=0.0)
+    sampler = SGLD([p], 0.1, 10**9, temperature=0.0)
     p.grad = torch.ones(3)
     sampler.param_groups[0].update(weights=BlockFloat(8), accumulator="fp32")
     sampler.step()
@@ -150,7 +150,7 @@ def test_settings_changed_by_hand_are_checked_and_followed() -> None:
     with pytest.raises(ValueError, match="bits must be"):
         sampler.step()
     half = nn.Parameter(torch.full((3,), 100.0, dtype=torch.bfloat16))
-    sampler = SGLD([half], 0.1, 1e9)
+    sampler = SGLD([half], 0.1, 10**9)
     half.grad = torch.ones(3, dtype=torch.bfloat16)
     sampler.param_groups[0]["weights"] = "fixed16.4"
     with pytest.raises(ValueError, match=r"cannot hold every number of fixed16.4"):

@@ -50,8 +50,8 @@ def test_a_saved_accumulator_of_another_shape_or_dtype() -> None:
     with pytest.raises(ValueError, match=r"accumulator has shape \(4,\), its parameter \(64,\)"):
         SGLD([large], 0.1, 100, accumulator="fp32").load_state_dict(saved)
     wide = nn.Parameter(torch.full((4,), 0.25, dtype=torch.float64))
-    sampler = SGLD([small], 0.1, 1e9, accumulator="fp32", temperature=0.0)
-    sampler.load_state_dict(SGLD([wide], 0.1, 1e9, accumulator="fp32", temperature=0.0).state_dict())
+    sampler = SGLD([small], 0.1, 10**9, accumulator="fp32", temperature=0.0)
+    sampler.load_state_dict(SGLD([wide], 0.1, 10**9, accumulator="fp32", temperature=0.0).state_dict())
     small.grad = torch.zeros(4)
     sampler.step()
     assert small.tolist() == [0.25] * 4
@@ -59,7 +59,7 @@ def test_a_saved_accumulator_of_another_shape_or_dtype() -> None:
 
 def test_weights_loaded_after_construction_are_not_undone() -> None:
     p = nn.Parameter(torch.full((2, 3), 0.3))
-    sampler = SGLD([p], 0.1, 1e9, weights="bfp8", accumulator="fp32", temperature=0.0)
+    sampler = SGLD([p], 0.1, 10**9, weights="bfp8", accumulator="fp32", temperature=0.0)
     p.grad = torch.zeros_like(p)
     for value in (0.75, 0.5):  # before the first step, and after it
         with torch.no_grad():
