@@ -104,6 +104,15 @@ def test_older_results_have_none(tmp_path: Path) -> None:
     assert "Do the bits suffice?" not in write_report([result], tmp_path).read_text()
 
 
+def test_a_diagnosis_without_shares_is_reported(tmp_path: Path) -> None:
+    """As that of weights whose noise comes by way of velocities alone."""
+    total = {"above": None, "between": None, "below": None, "inflation": 1.25}
+    result = check_result(run(diagnosis={"total": total}), "it")
+    page = write_report([result], tmp_path).read_text()
+    assert "Do the bits suffice?" in page
+    assert "1.25" in page
+
+
 def test_damaged_diagnosis_is_refused() -> None:
     with pytest.raises(ValueError, match=r"diagnosis.total.above must be a fraction"):
         check_result(run(diagnosis={"total": {"above": 7}}), "it")
