@@ -66,6 +66,15 @@ def test_a_chain_that_goes_on_in_a_second_store_is_not(tmp_path: Path) -> None:
     ql.Posterior.open([store[:2], store[2:]], model)
 
 
+def test_chains_that_have_not_stepped_are_not(tmp_path: Path) -> None:
+    model = nn.Linear(3, 2)
+    sampler = ql.SGLD(model.parameters(), lr=0.1, num_data=10)
+    for name in "ab":
+        with ql.SampleStore.create(tmp_path / name, model, sampler) as store:
+            store.append(model)
+    ql.Posterior.open([tmp_path / "a", tmp_path / "b"], model)
+
+
 def test_stores_that_do_not_tell_are_not(tmp_path: Path) -> None:
     model = nn.Linear(3, 2)
     for name in "ab":

@@ -40,10 +40,8 @@ def warn_of_shared_noise(chains: Sequence[Sequence[Sample]], stacklevel: int) ->
 
 def _read_noise(chain: Sequence[Sample]) -> Noise | None:
     """Return the noise of a chain; None if it had none, or its manifest does not tell."""
-    sampler, steps = (
-        chain[0].store.settings.get("sampler"),
-        [sample.step for sample in chain if sample.step is not None],
-    )
+    sampler = chain[0].store.settings.get("sampler")
+    steps = [sample.step for sample in chain if sample.step]  # at step 0 there was no noise yet
     groups = sampler.get("groups") if isinstance(sampler, dict) else None
     if not steps or not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
         return None
