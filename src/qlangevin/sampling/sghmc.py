@@ -32,7 +32,7 @@ class SGHMC(Sampler):
 
     **From SGLD.** ``lr`` is that of the SGLD with the same long-run drift and diffusion; at high friction this is SGLD. With less
     friction a velocity lasts 1/friction steps. The exact integrator is stable for lr · curvature < 2, as SGLD is: take SGLD's
-    lr. The splitting allows lr · curvature < 4/friction: divide SGLD's lr by the friction, and begin with friction 0.1. It is
+    lr. The splitting allows lr · curvature < 4/friction: begin with friction 0.1 and 0.5/friction times SGLD's lr. It is
     the one that mixes faster. `torch.optim.SGD` with momentum exp(-friction) and learning rate lr · friction is nearly the
     same without noise.
 
