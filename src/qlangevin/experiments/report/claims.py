@@ -35,7 +35,9 @@ COMPARED = {  # scores that are compared; of other experiments the NLL, too
     "imagenet": ("error", "top5"),
 }
 SWEPT = ("mnist-logistic", "mnist-mlp")  # of which the paper has a figure
-PAIRS = (("sgldlp-f", "sgdlp-f"), ("vc-sgldlp-l", "naive-sgldlp-l"), ("vc-sgldlp-l", "sgdlp-l"))
+PAIRS = (
+    ("sgldfp", "sgdfp"), ("sgldlp-f", "sgdlp-f"), ("vc-sgldlp-l", "naive-sgldlp-l"), ("vc-sgldlp-l", "sgdlp-l"),
+)  # fmt: skip
 CYCLICAL = (("csgldfp", "sgldfp"), ("csgldlp-f", "sgldlp-f"), ("vc-csgldlp-l", "vc-sgldlp-l"))
 ROUNDING = (  # stochastic against deterministic; the paper has errors only
     ("sgdlp-l", "nearest-sgdlp-l"), ("naive-sgldlp-l", "nearest-sgldlp-l"), ("vc-sgldlp-l", "nearest-sgldlp-l"),
