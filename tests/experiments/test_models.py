@@ -36,6 +36,19 @@ def test_stems() -> None:
         models.ResNet18(stem="mnist")  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(("width", "last"), [(8, True), (4, False), (12, False)])
+def test_channels_are_last_where_gradients_cannot_be_written_out_of_bounds(width: int, last: bool) -> None:
+    model = models.ResNet18(3, width=width, channels_last=True)
+    layouts: list[bool] = []
+    convolution = model.get_submodule("blocks.2.conv1")
+    convolution.register_forward_hook(
+        lambda module, args, y: layouts.append(y.is_contiguous(memory_format=torch.channels_last))
+    )
+    model(torch.zeros(2, 3, 16, 16))
+    ql.pack(model, "bfp8")(torch.zeros(2, 3, 16, 16))
+    assert layouts == [last, last]
+
+
 def test_the_text_classifier_does_not_read_padding() -> None:
     model = models.LSTMClassifier(50, 2, 4, 6)
     text = torch.tensor([[7, 8, 9], [3, 4, 0]])

@@ -21,7 +21,6 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
@@ -97,11 +96,6 @@ class MnistMLP(Experiment):
         return MLP(math.prod(data.shape), data.classes, self.hidden)
 
 
-def _channels_last(model: nn.Module) -> nn.Module:
-    """Put a model into the layout that convolutions on CPUs compute in; saves a fifth of the time and memory of a step."""
-    return model.to(memory_format=torch.channels_last)  # type: ignore[no-any-return, call-overload]
-
-
 @dataclass(frozen=True)
 class Cifar10(Experiment):
     """CIFAR-10 with ResNet-18: Tables 1 and 2. Fixed point is fixed8.8."""
@@ -124,7 +118,7 @@ class Cifar10(Experiment):
     rows = _rows((*FULL, "csgldfp"), ("fixed8.8", LOW), ("bfp8", (*LOW, *CYCLICAL)))
 
     def model(self, data: Data) -> nn.Module:
-        return _channels_last(ResNet18(data.classes, "cifar", self.width))
+        return ResNet18(data.classes, "cifar", self.width, channels_last=True)
 
 
 @dataclass(frozen=True)
@@ -191,7 +185,7 @@ class ImageNet(Experiment):
     rows = _rows(FULL, ("bfp8", ("sgldlp-f", "sgdlp-f")))
 
     def model(self, data: Data) -> nn.Module:
-        return _channels_last(ResNet18(data.classes, "imagenet", self.width))
+        return ResNet18(data.classes, "imagenet", self.width, channels_last=True)
 
     @property
     def warm_start(self) -> Experiment | None:
