@@ -91,7 +91,7 @@ def test_verdicts_respect_standard_errors() -> None:
     assert summary.Verdict("nll", -0.01, 0.006).word == "same"
     assert summary.Verdict("nll", -0.01, 0.004).word == "better"
     assert summary.Verdict("auroc", -0.01, 0.004).word == "worse"
-    assert str(summary.Verdict("error", 0.01, 0.002)) == "worse (+1.00 ± 0.20 %)"
+    assert str(summary.Verdict("error", 0.01, 0.002)) == "worse (+1.00 ± 0.20 percentage points)"
 
 
 def test_rejecting_the_least_certain_removes_the_errors_first() -> None:

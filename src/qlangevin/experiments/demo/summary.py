@@ -34,12 +34,12 @@ class Verdict(NamedTuple):
 
     @property
     def numbers(self) -> str:
-        """Return the difference and its standard error, in per cent if the score is a share."""
+        """Return the difference and its standard error, in percentage points if the score is a share."""
         scale, digits = (100, 2) if self.score in ("error", "ece") else (1, 3)
         return f"{scale * self.difference:+.{digits}f} ± {scale * self.error:.{digits}f}"
 
     def __str__(self) -> str:
-        return f"{self.word} ({self.numbers}{' %' if self.score in ('error', 'ece') else ''})"
+        return f"{self.word} ({self.numbers}{' percentage points' if self.score in ('error', 'ece') else ''})"
 
 
 def band_rows(model: str, bands: Sequence[Band]) -> list[tuple[str, ...]]:
