@@ -18,8 +18,9 @@ peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
 
-def fill(path: Path, model: nn.Module, name: str, frozen: Any = "once") -> ql.SampleStore:
-    sampler = ql.SGLD([p for p in model.parameters() if p.requires_grad], lr=1e-3, num_data=48, prior_std=1.0)
+def fill(path: Path, model: nn.Module, name: str, frozen: Any = "once", stream: int = 0) -> ql.SampleStore:
+    trained = [p for p in model.parameters() if p.requires_grad]
+    sampler = ql.SGLD(trained, lr=1e-3, num_data=48, prior_std=1.0, stream=stream)
     with ql.SampleStore.create(path, model, sampler, frozen=frozen) as store:
         for _ in range(3):
             model(**batch(name)).loss.backward()
@@ -78,7 +79,7 @@ def test_an_exported_sample_is_a_pretrained_model(name: str, tmp_path: Path) -> 
 def test_adapters_are_sampled_and_the_base_is_stored_once_or_not_at_all(name: str, frozen: Any, tmp_path: Path) -> None:
     model = ql.pack(lora(name), "bfp8", frozen=True)
     store = fill(tmp_path / "chain-0", model, name, frozen)
-    fill(tmp_path / "chain-1", ql.pack(lora(name), "bfp8", frozen=True), name, frozen)
+    fill(tmp_path / "chain-1", ql.pack(lora(name), "bfp8", frozen=True), name, frozen, stream=1)
     adapters = sum(p.numel() for p in model.parameters() if p.requires_grad)
     assert (
         adapters < store[0].nbytes < adapters + 2600
